@@ -1,0 +1,51 @@
+"""The only import for plugins. This half is light: standard library and pluggy. Tensors live in `backend_api.runtime`.
+
+Owns: the public surface and its version.
+Reads: nothing else of ours.
+Never: imports torch.
+"""
+
+from oarlock.backend_api.capabilities import Capabilities, Claims
+from oarlock.backend_api.hookspecs import API_VERSION, PROJECT, Hooks, hookimpl, hookspec
+from oarlock.backend_api.specs import (
+    AttentionSpec,
+    CommunicatorSpec,
+    ConfigChange,
+    ConformanceProfile,
+    DeviceSpec,
+    Extension,
+    GraphRunnerSpec,
+    MemoryProfilerSpec,
+    OpImpl,
+    OptionSpec,
+    Problem,
+    ProbeResult,
+    QuantizationMethodSpec,
+    Support,
+    always,
+)
+
+__all__ = [
+    "API_VERSION",
+    "PROJECT",
+    "AttentionSpec",
+    "Capabilities",
+    "Claims",
+    "CommunicatorSpec",
+    "ConfigChange",
+    "ConformanceProfile",
+    "DeviceSpec",
+    "Extension",
+    "GraphRunnerSpec",
+    "Hooks",
+    "MemoryProfilerSpec",
+    "OpImpl",
+    "OptionSpec",
+    "ProbeResult",
+    "Problem",
+    "QuantizationMethodSpec",
+    "Support",
+    "always",
+    "hookimpl",
+    "hookspec",
+]

@@ -1,0 +1,29 @@
+"""The torch half of the plugin surface: base classes, op registry, graph runners, communicators.
+
+Owns: what a backend's heavy module imports.
+Reads: `backend_api`.
+Never: imports `oarlock.runtime`.
+"""
+
+from oarlock.backend_api.runtime.attention import Attention, AttentionParams
+from oarlock.backend_api.runtime.communicator import Communicator, DistributedCommunicator, IdentityCommunicator
+from oarlock.backend_api.runtime.device import Device
+from oarlock.backend_api.runtime.graph import EagerRunner, GraphRunner, PureProgram
+from oarlock.backend_api.runtime.ops import Op, Ops, bind_ops, register_op, registry
+
+__all__ = [
+    "Attention",
+    "AttentionParams",
+    "Communicator",
+    "Device",
+    "DistributedCommunicator",
+    "EagerRunner",
+    "GraphRunner",
+    "IdentityCommunicator",
+    "Op",
+    "Ops",
+    "PureProgram",
+    "bind_ops",
+    "register_op",
+    "registry",
+]

@@ -1,0 +1,120 @@
+"""`Device`: the only class that a backend must write.
+
+Owns: the device protocol and its defaults through `torch.accelerator`.
+Reads: `backend_api`.
+Never: imports `oarlock.runtime`; knows a model.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import inspect
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from oarlock.backend_api import Capabilities
+
+
+class CheckedOverrides:
+    """A base whose subclasses may only define public methods that the base knows, with the base's parameters.
+
+    A misspelt or mis-signed override is a TypeError when the class is created. Names that start with "_" are free.
+    """
+
+    _extension_base: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_extension_base" in cls.__dict__:
+            return
+        base = next(b for b in cls.__mro__ if "_extension_base" in b.__dict__ and b is not CheckedOverrides)
+        for name, value in vars(cls).items():
+            if name.startswith("_"):
+                continue
+            if not hasattr(base, name):
+                known = sorted(n for n in dir(base) if not n.startswith("_"))
+                raise TypeError(f"{cls.__qualname__}.{name} overrides nothing of {base.__name__}; its members are {', '.join(known)}")
+            theirs = getattr(base, name)
+            if inspect.isfunction(value) and inspect.isfunction(theirs):
+                want, got = list(inspect.signature(theirs).parameters), list(inspect.signature(value).parameters)
+                if got[: len(want)] != want:
+                    raise TypeError(f"{cls.__qualname__}.{name}{inspect.signature(value)} must take the parameters {want}")
+
+
+class Device(CheckedOverrides, abc.ABC):
+    """One device of one worker.
+
+    Required: `torch_device`, `capabilities`, `activate`. Everything else has a default through `torch.accelerator`.
+    """
+
+    _extension_base: ClassVar[bool] = True
+
+    def __init__(self, index: int = 0, options: dict[str, Any] | None = None) -> None:
+        """`index` is the device's number on this host; `options` are the backend's own settings ("threads", …)."""
+        self.index = index
+        self.options = dict(options or {})
+
+    @property
+    @abc.abstractmethod
+    def torch_device(self) -> torch.device:
+        """The torch device that tensors live on."""
+
+    @property
+    @abc.abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this device can do. Constant for the life of the object."""
+
+    @abc.abstractmethod
+    def activate(self) -> None:
+        """Make the device current in this process or thread. Called once before anything is allocated."""
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which every program runs (a dispatch mode, a stream). Entered once by the worker."""
+        return contextlib.nullcontext()
+
+    def synchronise(self) -> None:
+        """Wait until everything launched has ended."""
+        if self.torch_device.type != "cpu":
+            torch.accelerator.synchronize(self.index)
+
+    def seed(self, value: int) -> None:
+        """Seed the device's own generator (sampling does not use it)."""
+        torch.manual_seed(value)
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free bytes, total bytes) of the device, now.
+
+        Raises:
+            NotImplementedError: the device cannot tell; the user must give absolute sizes.
+        """
+        if self.torch_device.type == "cpu":
+            raise NotImplementedError
+        return torch.accelerator.get_memory_info(self.index)
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        """Copy a host tensor to the device: once per program for the packed inputs, so keep it cheap."""
+        return host.to(self.torch_device)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a device tensor to host memory, waiting for it: the one read of a step."""
+        return tensor.cpu()
+
+    def place(self, name: str, tensor: torch.Tensor, shard: Literal["column", "row", "vocab", "expert", "none"]) -> torch.Tensor:
+        """Put one weight on the device. `tensor` is this rank's part already; `shard` says along what, for SPMD devices."""
+        return self.to_device(tensor)
+
+    def verify(self) -> None:
+        """Do a tiny real computation, so that a broken driver is found before a model is loaded.
+
+        Raises:
+            RuntimeError: the device computes nothing, or nonsense.
+        """
+        got = float(self.to_host((torch.arange(4, dtype=torch.float32, device=self.torch_device) * 2).sum()))
+        if got != 12.0:
+            raise RuntimeError(f"{self.torch_device} computed 2 * (0 + 1 + 2 + 3) = {got}")
+
+    def describe(self) -> str:
+        """One line for people: the chip's name, threads, instruction sets."""
+        return str(self.torch_device)

@@ -1,0 +1,142 @@
+"""The frozen configuration. Nobody writes it after `resolve()`.
+
+Owns: the sections and what each field means.
+Reads: nothing.
+Never: parses a command line (`config.options` does), touches a device, imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which checkpoint, and how it is read."""
+
+    model: str  # hub name, folder or .gguf file, as the user gave it
+    tokenizer: str | None = None  # None: the model
+    tokenizer_mode: Literal["auto", "slow"] = "auto"
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    code_revision: str | None = None
+    tokenizer_revision: str | None = None  # None: revision
+    trust_remote_code: bool = False
+    download_dir: str | None = None
+    load_format: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None  # None: derived from the checkpoint; -1: what fits the memory
+    seed: int = 0
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: float | None = None
+    max_logprobs: int = 20  # -1: no cap
+    disable_sliding_window: bool = False
+    quantization: str | None = None
+    served_model_name: tuple[str, ...] = ()
+    generation_config: str = "auto"  # "auto": from the checkpoint; "none"; or a folder
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int | None = None  # None: the device's preferred one
+    enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
+    swap_space_bytes: int | None = None  # per worker; None: the device's default
+    device_memory_utilization: float | None = None  # None: the device's rule (0.9 of an accelerator; design on a host)
+    kv_cache_bytes: int | None = None  # absolute; wins over utilization
+    num_blocks_override: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Continuous batching."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None  # None: 2048, or what chunking off requires
+    enable_chunked_prefill: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
+    max_in_flight: int = 1
+    num_lookahead_slots: int = 0
+    delay_factor: float = 0.0
+    max_waiting_requests: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Several devices."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    executor: Literal["auto", "inline", "mp"] = "auto"
+    max_parallel_loading_workers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """Which device, as the user asked."""
+
+    device: str = "auto"
+    enforce_eager: bool = False
+    max_seq_len_to_capture: int = 8192
+    disable_custom_all_reduce: bool = False
+    threads: int | None = None  # compute threads on a host device; None: from the allowed CPUs
+
+
+@dataclass(frozen=True, slots=True)
+class ObservabilityConfig:
+    """Logs and statistics."""
+
+    log_level: str = "info"
+    log_json: bool = False
+    log_stats: bool = True
+    log_requests: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """HTTP."""
+
+    host: str | None = None  # None: 0.0.0.0
+    port: int = 8000
+    uds: str | None = None
+    api_keys: tuple[str, ...] = ()
+    allow_credentials: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    root_path: str | None = None
+    middleware: tuple[str, ...] = ()
+    chat_template: str | None = None
+    response_role: str = "assistant"
+    allow_unknown_fields: bool = False
+    allow_request_chat_template: bool = False
+    uvicorn_log_level: str = "info"
+    drain_grace_s: float = 30.0
+    max_body_bytes: int = 32 << 20
+    max_n: int = 128
+    max_stop_strings: int = 16
+    max_stop_len: int = 1024
+    max_prompts: int = 1024
+    max_logit_bias: int = 1024
+    max_bad_words: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine needs; crosses the process boundary as JSON."""
+
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    device: DeviceConfig = DeviceConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
