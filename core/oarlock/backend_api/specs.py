@@ -34,7 +34,7 @@ class DeviceSpec:
     probe: Callable[[], ProbeResult]
     factory: str  # "oarlock_cpu.device:CpuDevice", a subclass of backend_api.runtime.Device
     distribution: str  # what pip calls the package
-    priority: int = 0  # --device auto takes the highest available; a host CPU has 0, a simulator a negative number
+    priority: int = 0  # --device auto takes the highest available; a host CPU has 0; below 0: by name only, auto never takes it
     api_version: tuple[int, int] = (1, 0)
     aliases: tuple[str, ...] = ()
     torch_install: str = ""  # the pip command that brings the torch this device needs

@@ -115,6 +115,18 @@ class Device(CheckedOverrides, abc.ABC):
         if got != 12.0:
             raise RuntimeError(f"{self.torch_device} computed 2 * (0 + 1 + 2 + 3) = {got}")
 
+    def buckets(self, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> dict[str, tuple[int, ...]]:
+        """The padded shapes that programs are compiled for; {} (the default) leaves every step its exact shape.
+
+        `max_blocks` is the width of a block table that holds the longest request. Keys, all of them or none, are the axes
+        of core's bucket table, each an ascending tuple whose last entry is the most that fits in one step: "decode_rows"
+        (a row each for a request that decodes), "chunk_rows", "chunk_tokens" (all chunks of a step together), "chunk_lens"
+        (one chunk), "blocks", "out_rows" (rows that sample; decode_rows and chunk_rows together must fit). Every key that
+        the axes multiply to is compiled at start-up, so keep them few. The scheduler cuts its steps to what fits.
+        Must be given where capabilities.dynamic_shapes is False. Called once, after activate().
+        """
+        return {}
+
     def describe(self) -> str:
         """One line for people: the chip's name, threads, instruction sets."""
         return str(self.torch_device)
