@@ -1,0 +1,150 @@
+"""`decoder_layer`: any LayerSpec as a composition of ops. A coarse op whose reference is this composition.
+
+Owns: the order of operations in a decoder layer.
+Reads: `layers.spec`, the op registry's bound callables.
+Never: closes over a weight; chooses an implementation; branches on a tensor's value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oarlock.backend_api.runtime import Attention, AttentionParams, Communicator, Op, Ops, register_op
+from oarlock.runtime.layers.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+
+Tree = dict[str, Any]
+Cache = tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What all layers of one step share. Made inside the forward program."""
+
+    positions: torch.Tensor  # [num_tokens] int32
+    slots: list[torch.Tensor]  # per KV group: [num_tokens] int32
+    regions: list[list[tuple[int, int, Any]]]  # per KV group: (first token, end token, attention metadata)
+    valid: torch.Tensor  # [num_tokens] bool: False for padding
+    rope: dict[str, torch.Tensor]  # rotary tables, float32
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """Everything constant about one layer on one rank."""
+
+    spec: LayerSpec
+    params: AttentionParams  # head counts of this rank
+    attention: Attention
+    group: int
+    comm: Communicator
+
+
+# A layer: (weights, hidden, residual or None, cache, step) -> (hidden, residual or None, cache)
+Layer = Callable[[Tree, torch.Tensor, torch.Tensor | None, Cache, StepContext], tuple[torch.Tensor, torch.Tensor | None, Cache]]
+
+
+def apply_linear(ops: Ops, x: torch.Tensor, w: Tree) -> torch.Tensor:
+    """A linear whose output every rank keeps for itself."""
+    return ops.linear(x, w["weight"], w.get("bias"))
+
+
+def row_linear(ops: Ops, comm: Communicator, x: torch.Tensor, w: Tree) -> torch.Tensor:
+    """A linear over a sharded input: partial sums are added over ranks, the bias once."""
+    if comm.size == 1:
+        return ops.linear(x, w["weight"], w.get("bias"))
+    out = comm.all_reduce(ops.linear(x, w["weight"], None))
+    return out if w.get("bias") is None else out + w["bias"]
+
+
+def apply_norm(ops: Ops, norm: NormSpec, x: torch.Tensor, w: Tree) -> torch.Tensor:
+    """The model's norm."""
+    if norm.kind == "rms":
+        return ops.rms_norm(x, w["weight"], norm.eps)
+    return ops.layer_norm(x, w["weight"], w.get("bias"), norm.eps)
+
+
+def add_norm(ops: Ops, norm: NormSpec, x: torch.Tensor, residual: torch.Tensor | None, w: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    """norm(x + residual) and the sum, in one op where there is one."""
+    if residual is None:
+        return apply_norm(ops, norm, x, w), x
+    if norm.kind == "rms":
+        return ops.fused_add_rms_norm(x, residual, w["weight"], norm.eps)
+    total = x + residual
+    return apply_norm(ops, norm, total, w), total
+
+
+def _qk_norm(ops: Ops, spec: AttentionSpec, eps: float, x: torch.Tensor, w: Tree) -> torch.Tensor:
+    if spec.qk_norm == "head":
+        return ops.rms_norm(x, w["weight"], eps)
+    return ops.rms_norm(x.reshape(x.shape[0], -1), w["weight"], eps).view(x.shape)
+
+
+def self_attention(ops: Ops, plan: LayerPlan, w: Tree, h: torch.Tensor, cache: Cache, step: StepContext) -> tuple[torch.Tensor, Cache]:
+    """Project, rotate, write KV, attend region by region, project back."""
+    spec, p = plan.spec.attention, plan.params
+    num_tokens, heads, kv_heads = h.shape[0], p.num_heads, p.num_kv_heads
+    qkv = apply_linear(ops, h, w["qkv"]).view(num_tokens, heads + 2 * kv_heads, p.head_dim)
+    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    if spec.qk_norm != "none":
+        q, k = _qk_norm(ops, spec, plan.spec.norm.eps, q, w["q_norm"]), _qk_norm(ops, spec, plan.spec.norm.eps, k, w["k_norm"])
+        if spec.rope is not None:
+            table = step.rope[spec.rope]
+            q, k = ops.rotary(q, step.positions, table, spec.rope_interleaved), ops.rotary(k, step.positions, table, spec.rope_interleaved)
+    elif spec.rope is not None:
+        qk = ops.rotary(qkv[:, : heads + kv_heads], step.positions, step.rope[spec.rope], spec.rope_interleaved)
+        q, k = qk[:, :heads], qk[:, heads:]
+    cache = plan.attention.write_kv(cache, k, v, step.slots[plan.group])
+    parts = [plan.attention.attend(q[lo:hi], cache, meta, p) for lo, hi, meta in step.regions[plan.group]]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return row_linear(ops, plan.comm, out.reshape(num_tokens, heads * p.head_dim), w["o"]), cache
+
+
+def _gate(ops: Ops, mlp: MlpSpec, x: torch.Tensor) -> torch.Tensor:
+    if mlp.activation == "silu":
+        return ops.silu_and_mul(x)
+    return ops.gelu_and_mul(x, "tanh" if mlp.activation == "gelu_tanh" else "none")
+
+
+def feed_forward(ops: Ops, plan: LayerPlan, w: Tree, h: torch.Tensor, step: StepContext) -> torch.Tensor:
+    """Gated, plain or mixture-of-experts feed-forward."""
+    mlp = plan.spec.mlp
+    if mlp.kind == "gated":
+        return row_linear(ops, plan.comm, _gate(ops, mlp, apply_linear(ops, h, w["gate_up"])), w["down"])
+    if mlp.kind == "plain":
+        return row_linear(ops, plan.comm, ops.activation(apply_linear(ops, h, w["up"]), mlp.activation), w["down"])
+    weights, ids = ops.moe_topk(apply_linear(ops, h, w["router"]), mlp.top_k, mlp.renormalise)
+    out = ops.moe_experts(h, w["experts"]["w13"], w["experts"]["w2"], weights, ids, step.valid)
+    return plan.comm.all_reduce(out)
+
+
+def make_decoder_layer(ops: Ops, plan: LayerPlan) -> Layer:
+    """The reference of the op `decoder_layer`: bind the composition for one layer."""
+    spec, norm = plan.spec, plan.spec.norm
+
+    def pre(w: Tree, x: torch.Tensor, residual: torch.Tensor | None, cache: Cache, step: StepContext) -> tuple[Any, Any, Cache]:
+        h, residual = add_norm(ops, norm, x, residual, w["attention_norm"])
+        x, cache = self_attention(ops, plan, w, h, cache, step)
+        if spec.placement == "sandwich":
+            x = apply_norm(ops, norm, x, w["attention_post_norm"])
+        h, residual = add_norm(ops, norm, x, residual, w["mlp_norm"])
+        x = feed_forward(ops, plan, w, h, step)
+        if spec.placement == "sandwich":
+            x = apply_norm(ops, norm, x, w["mlp_post_norm"])
+        return x, residual, cache
+
+    def post(w: Tree, x: torch.Tensor, residual: torch.Tensor | None, cache: Cache, step: StepContext) -> tuple[Any, Any, Cache]:
+        x = x if residual is None else x + residual
+        h, cache = self_attention(ops, plan, w, x, cache, step)
+        if spec.placement == "post":
+            x = apply_norm(ops, norm, x + h, w["attention_norm"])
+            return apply_norm(ops, norm, x + feed_forward(ops, plan, w, x, step), w["mlp_norm"]), None, cache
+        x = x + apply_norm(ops, norm, h, w["attention_post_norm"])
+        return apply_norm(ops, norm, feed_forward(ops, plan, w, x, step), w["mlp_post_norm"]), x, cache
+
+    return pre if spec.placement in ("pre", "sandwich") else post
+
+
+DECODER_LAYER = register_op(Op(name="decoder_layer", reference=make_decoder_layer, mutates=("cache",)))

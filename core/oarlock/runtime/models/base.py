@@ -1,0 +1,117 @@
+"""`NativeModel`: a ModelSpec bound to ops, attention objects and a rank. And the protocol that every model keeps.
+
+Owns: embedding, the walk over layers, the head, the layout of the weight tree.
+Reads: `layers`, `kv_spec`, `backend_api.runtime`.
+Never: owns a weight or a cache (both are arguments); knows a checkpoint's file format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from oarlock.backend_api.runtime import Attention, AttentionParams, Communicator, Ops
+from oarlock.errors import ConfigError
+from oarlock.kv_spec import KVGroup, KVSpec, make_groups
+from oarlock.runtime.layers.decoder import LayerPlan, StepContext, apply_norm
+from oarlock.runtime.layers.spec import AttentionSpec, ModelSpec
+
+Tree = dict[str, Any]
+MakeAttention = Callable[[AttentionParams, str], Attention]
+
+
+class Model(Protocol):
+    """What programs need of a model."""
+
+    attentions: list[Attention]  # one per KV group
+    groups: tuple[KVGroup, ...]
+    kv_specs: tuple[KVSpec, ...]  # one per layer, this rank's heads
+    block_size: int
+    vocab_size: int
+
+    def forward(self, weights: Tree, ids: torch.Tensor, kv: list[Any], step: StepContext) -> tuple[torch.Tensor, list[Any]]:
+        """Token ids [num_tokens] to hidden [num_tokens, hidden_size]; returns the caches to use from now on."""
+
+    def head(self, weights: Tree, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden [num_rows, hidden_size] to logits [num_rows, vocab_size], float32."""
+
+
+def heads_per_rank(spec: AttentionSpec, size: int) -> tuple[int, int]:
+    """Query and KV heads of one rank; KV heads are replicated when there are fewer than ranks.
+
+    Raises:
+        ConfigError: heads do not divide.
+    """
+    if spec.num_heads % size:
+        raise ConfigError(f"--tensor-parallel-size {size} does not divide the model's {spec.num_heads} attention heads", "tensor_parallel_size")
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        raise ConfigError(f"--tensor-parallel-size {size} fits neither into nor around the model's {spec.num_kv_heads} KV heads", "tensor_parallel_size")
+    return spec.num_heads // size, max(1, spec.num_kv_heads // size)
+
+
+class NativeModel:
+    """A decoder-only model described by a ModelSpec."""
+
+    def __init__(self, spec: ModelSpec, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int) -> None:
+        self.spec, self.ops, self.comm, self.block_size, self.vocab_size = spec, ops, comm, block_size, spec.vocab_size
+        self.kv_specs = tuple(_kv_spec(layer.attention, comm.size) for layer in spec.layers)
+        self.groups = make_groups(self.kv_specs)
+        self.attentions: list[Attention] = []
+        home: dict[int, tuple[int, int]] = {}  # layer -> (group, physical tensor)
+        for group in self.groups:
+            self.attentions.append(make_attention(_params(spec.layers[group.layers[0]].attention, comm.size), group.kind))
+            home |= {layer: (group.group_id, at) for at, layer in enumerate(group.layers)}
+        self.home = [home[layer] for layer in range(len(spec.layers))]
+        self.layers = [
+            ops.decoder_layer(ops, LayerPlan(layer, _params(layer.attention, comm.size), self.attentions[group], group, comm))
+            for layer, (group, _) in zip(spec.layers, self.home, strict=True)
+        ]
+
+    def forward(self, weights: Tree, ids: torch.Tensor, kv: list[Any], step: StepContext) -> tuple[torch.Tensor, list[Any]]:
+        x = self.embed(weights, ids, step.positions)
+        residual, kv = None, list(kv)
+        for layer, w, (_, tensor) in zip(self.layers, weights["layers"], self.home, strict=True):
+            x, residual, kv[tensor] = layer(w, x, residual, kv[tensor], step)
+        return (x if residual is None else x + residual), kv
+
+    def embed(self, weights: Tree, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Token embedding, scaled, projected and given learned positions as the family wants."""
+        spec = self.spec
+        x = self.ops.embedding(ids, weights["embed"]["weight"])
+        if spec.embed_scale is not None:
+            x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
+        if "project_in" in weights:
+            x = self.ops.linear(x, weights["project_in"]["weight"], None)
+        if spec.learned_positions:
+            x = x + self.ops.embedding(positions + spec.position_offset, weights["positions"]["weight"])
+        return x
+
+    def head(self, weights: Tree, hidden: torch.Tensor) -> torch.Tensor:
+        spec = self.spec
+        x = apply_norm(self.ops, spec.norm, hidden, weights["final_norm"]) if spec.final_norm else hidden
+        if "project_out" in weights:
+            x = self.ops.linear(x, weights["project_out"]["weight"], None)
+        logits = self.ops.linear(x, weights["lm_head"]["weight"], weights["lm_head"].get("bias"))
+        if self.comm.size > 1 and logits.shape[-1] != spec.vocab_size:
+            logits = self.comm.all_gather(logits)
+        logits = logits.float()
+        if spec.logit_scale is not None:
+            logits = logits * spec.logit_scale
+        if spec.logit_softcap is not None:
+            logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
+        return logits
+
+
+def _params(spec: AttentionSpec, size: int) -> AttentionParams:
+    heads, kv_heads = heads_per_rank(spec, size)
+    return AttentionParams(heads, kv_heads, spec.head_dim, spec.scale, spec.window, spec.softcap)
+
+
+def _kv_spec(spec: AttentionSpec, size: int) -> KVSpec:
+    _, kv_heads = heads_per_rank(spec, size)
+    return KVSpec("window" if spec.window else "full", kv_heads, spec.head_dim, spec.window)
+
+
+

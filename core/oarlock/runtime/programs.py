@@ -1,0 +1,240 @@
+"""The programs of a step, as pure functions over explicit weights, state and one packed int32 input buffer.
+
+Owns: what each program reads, writes, takes and computes.
+Reads: the model's callables, the op registry's bound callables.
+Never: touches a device, a request or the host's view of the batch; contains a step whose shape depends on data.
+
+`fn(key, weights, state, inputs) -> (written state, outputs)`. Only what `writes` names is donated and returned; the
+runner rebinds it. Host inputs of a program travel as one int32 buffer whose offsets follow from the key; floats travel
+as their bits.
+
+    state    kv       list of cache tuples, one per physical tensor
+             last     [max_num_seqs + 1] int32: each row's last token; the final row is the null row
+             history  [max_num_seqs + 1, history width] int32: tokens of rows that need penalties
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from oarlock.backend_api.runtime import Op, Ops, register_op
+from oarlock.runtime.layers.decoder import StepContext
+
+State = dict[str, Any]
+Inputs = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The static shape of one program. A program looks only at its own axes."""
+
+    tokens: int = 0
+    rows: int = 0
+    blocks: int = 0
+    max_q: int = 1
+    decode_rows: int = 0
+    picks: int = 0  # positions of `select`, rows of `logprobs`
+    top: int = 0  # entries of `logprobs`
+    bias: int = 0  # (token, bias) pairs a row; 0: none
+    mask: int = 0  # 1: an allowed-token bitmask a row
+    history: int = 0  # width of the history that penalties read; 0: no penalties
+    copies: int = 0  # blocks of block_copy, gather_blocks, scatter_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSpec:
+    """One program. `inputs(key)` gives the packed buffer's layout; names in `floats` are float32 bits."""
+
+    name: str
+    axes: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    inputs: Callable[[Key], dict[str, tuple[int, ...]]]
+    fn: Callable[[Key, Any, State, Inputs], tuple[State, dict[str, Any]]]
+    floats: frozenset[str] = frozenset()
+
+    def key(self, **axes: int) -> Key:
+        """A key with only this program's axes set."""
+        return Key(**{name: value for name, value in axes.items() if name in self.axes})
+
+    def pack(self, key: Key, host: dict[str, Any]) -> np.ndarray:
+        """All host inputs as one int32 array."""
+        layout = self.inputs(key)
+        packed = np.empty(sum(prod(shape) for shape in layout.values()), np.int32)
+        at = 0
+        for name, shape in layout.items():
+            count = prod(shape)
+            value = np.asarray(host[name], np.float32 if name in self.floats else np.int32)
+            packed[at : at + count] = value.reshape(-1).view(np.int32)
+            at += count
+        return packed
+
+    def pure(self, key: Key, ops: Ops) -> Callable[..., tuple[State, dict[str, Any]]]:
+        """The function that a graph runner compiles."""
+        layout = self.inputs(key)
+
+        def program(weights: Any, written: State, read: State, packed: torch.Tensor, device_inputs: Inputs) -> tuple[State, dict[str, Any]]:
+            named: Inputs = dict(device_inputs)
+            at = 0
+            for name, shape in layout.items():
+                count = prod(shape)
+                part = packed[at : at + count].reshape(shape)
+                named[name] = ops.as_float(part) if name in self.floats else part
+                at += count
+            return self.fn(key, weights, {**written, **read}, named)
+
+        return program
+
+
+def as_float(bits: torch.Tensor) -> torch.Tensor:
+    """The float32 numbers whose bits an int32 tensor holds."""
+    return bits.view(torch.float32)
+
+
+def index_update(tensor: torch.Tensor, index: tuple[torch.Tensor, ...], value: torch.Tensor) -> torch.Tensor:
+    """`tensor` with `tensor[index] = value`: a new tensor. Duplicate indices only ever address the null row."""
+    return tensor.index_put(index, value)
+
+
+def index_update_in_place(tensor: torch.Tensor, index: tuple[torch.Tensor, ...], value: torch.Tensor) -> torch.Tensor:
+    """The in-place binding of `index_update`."""
+    return tensor.index_put_(index, value)
+
+
+register_op(Op(name="as_float", reference=as_float))
+register_op(Op(name="index_update", reference=index_update, mutates=("tensor",)))
+
+_ROW_INTS = ("rows", "top_k", "seed", "choice", "position", "prompt_len", "total_len")
+_ROW_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+
+
+def make_programs(model: Any, ops: Ops, null_row: int, num_groups: int, vocab_size: int) -> dict[str, ProgramSpec]:
+    """Every program of this model. `model` offers forward, head and the attention objects of its KV groups."""
+    mask_words = (vocab_size + 31) // 32
+
+    def forward(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
+        ids = torch.where(i["source"] < null_row, state["last"][i["source"]], i["tokens"])
+        step = _step_context(model, key, weights, i, num_groups)
+        hidden, kv = model.forward(weights, ids, state["kv"], step)
+        if key.rows == key.decode_rows:
+            return {"kv": kv}, {"hidden": hidden, "all": hidden}  # token i is row i
+        last_token = (i["query_start_loc"][1:] - 1).clamp(min=0)
+        return {"kv": kv}, {"hidden": hidden[last_token], "all": hidden}
+
+    def head(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
+        return {}, {"logits": model.head(weights, i["hidden"])}
+
+    def select(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
+        return {}, {"hidden": i["all"][i["index"]]}
+
+    def greedy(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
+        tokens = ops.greedy(i["logits"])
+        return {"last": ops.index_update(state["last"], (i["rows"],), tokens.clamp(min=0))}, {"tokens": tokens}
+
+    def sample(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
+        logits = i["logits"]
+        written: State = {}
+        if key.history:
+            history = state["history"][i["rows"], : key.history]
+            logits = ops.apply_penalties(
+                logits, history, i["prompt_len"], i["total_len"], i["presence"], i["frequency"], i["repetition"]
+            )
+        if key.bias:
+            logits = ops.apply_bias(logits, i["bias_ids"], i["bias_values"])
+        if key.mask:
+            logits = ops.apply_mask(logits, i["mask"])
+        tokens = ops.sample(logits, i["temperature"], i["top_p"], i["top_k"], i["min_p"], i["seed"], i["choice"], i["position"])
+        kept = tokens.clamp(min=0)
+        written["last"] = ops.index_update(state["last"], (i["rows"],), kept)
+        if key.history:
+            at = i["total_len"].clamp(max=state["history"].shape[1] - 1)
+            written["history"] = ops.index_update(state["history"], (i["rows"], at), kept)
+        return written, {"tokens": tokens}
+
+    def logprobs(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
+        targets = torch.where(i["targets"] >= 0, i["targets"], i["sampled"][i["index"]]).clamp(min=0)
+        names = ("logprob", "rank", "top_ids", "top_logprobs")
+        return {}, dict(zip(names, ops.logprobs(i["logits"][i["index"]], targets, key.top), strict=True))
+
+    def load_history(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
+        return {"history": ops.index_update(state["history"], (i["rows"],), i["tokens"])}, {}
+
+    def forward_inputs(k: Key) -> dict[str, tuple[int, ...]]:
+        return {
+            "tokens": (k.tokens,),
+            "source": (k.tokens,),
+            "positions": (k.tokens,),
+            "slots": (num_groups, k.tokens),
+            "block_tables": (num_groups, k.rows, k.blocks),
+            "seq_lens": (k.rows,),
+            "query_start_loc": (k.rows + 1,),
+        }
+
+    def sample_inputs(k: Key) -> dict[str, tuple[int, ...]]:
+        layout: dict[str, tuple[int, ...]] = {name: (k.rows,) for name in _ROW_INTS + _ROW_FLOATS}
+        if k.bias:
+            layout |= {"bias_ids": (k.rows, k.bias), "bias_values": (k.rows, k.bias)}
+        if k.mask:
+            layout["mask"] = (k.rows, mask_words)
+        return layout
+
+    step_axes = ("tokens", "rows", "blocks", "max_q", "decode_rows")
+    specs = (
+        ProgramSpec("forward", step_axes, ("last",), ("kv",), forward_inputs, forward),
+        ProgramSpec("select", ("tokens", "picks"), (), (), lambda k: {"index": (k.picks,)}, select),
+        ProgramSpec("head", ("rows",), (), (), lambda k: {}, head),
+        ProgramSpec("greedy", ("rows",), (), ("last",), lambda k: {"rows": (k.rows,)}, greedy),
+        # `history` is written as well as read only when penalties are asked for; see `writes_of`.
+        ProgramSpec("sample", ("rows", "bias", "mask", "history"), (), ("last", "history"), sample_inputs, sample, frozenset((*_ROW_FLOATS, "bias_values"))),
+        ProgramSpec("logprobs", ("rows", "picks", "top"), (), (), lambda k: {"index": (k.picks,), "targets": (k.picks,)}, logprobs),
+        ProgramSpec("load_history", ("rows", "history"), (), ("history",), lambda k: {"rows": (k.rows,), "tokens": (k.rows, k.history)}, load_history),
+    )
+    return {spec.name: spec for spec in (*specs, *_block_programs(model))}
+
+
+def _step_context(model: Any, key: Key, weights: Any, i: Inputs, num_groups: int) -> StepContext:
+    """Attention metadata of each KV group and region, made once a step."""
+    dr, seq_lens, starts = key.decode_rows, i["seq_lens"], i["query_start_loc"]
+    regions: list[list[tuple[int, int, Any]]] = []
+    for group in range(num_groups):
+        tables, attention, found = i["block_tables"][group], model.attentions[group], []
+        if dr:
+            found.append((0, dr, attention.metadata(tables[:dr], seq_lens[:dr], starts[: dr + 1], 1, dr)))
+        if key.rows > dr:
+            meta = attention.metadata(tables[dr:], seq_lens[dr:], starts[dr:] - dr, key.max_q, key.tokens - dr)
+            found.append((dr, key.tokens, meta))
+        regions.append(found)
+    valid = i["slots"][0] >= model.block_size  # padding writes to the null block
+    return StepContext(i["positions"], list(i["slots"].unbind(0)), regions, valid, weights["rope"])
+
+
+def _block_programs(model: Any) -> tuple[ProgramSpec, ...]:
+    """Whole-block moves: inside the device, and to and from the host tier."""
+    attention = model.attentions[0]
+
+    def block_copy(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
+        return {"kv": [attention.copy_blocks(cache, i["source"], i["destination"]) for cache in state["kv"]]}, {}
+
+    def gather_blocks(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
+        return {}, {"blocks": [[t.index_select(0, i["ids"]) for t in cache] for cache in state["kv"]]}
+
+    def scatter_blocks(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
+        blocks: Any = i["blocks"]
+        return {
+            "kv": [
+                tuple(t.index_copy(0, i["ids"].long(), new) for t, new in zip(cache, news, strict=True))
+                for cache, news in zip(state["kv"], blocks, strict=True)
+            ]
+        }, {}
+
+    return (
+        ProgramSpec("block_copy", ("copies",), (), ("kv",), lambda k: {"source": (k.copies,), "destination": (k.copies,)}, block_copy),
+        ProgramSpec("gather_blocks", ("copies",), ("kv",), (), lambda k: {"ids": (k.copies,)}, gather_blocks),
+        ProgramSpec("scatter_blocks", ("copies",), (), ("kv",), lambda k: {"ids": (k.copies,)}, scatter_blocks),
+    )
