@@ -50,11 +50,11 @@ class RequestError(OarlockError):
         self.code = code
 
 
-class InvalidParameter(RequestError):
-    """A field has a value that is not allowed."""
+class InvalidParameter(RequestError, ValueError):
+    """A field has a value that is not allowed. A ValueError too, as callers of other engines expect."""
 
 
-class PromptTooLong(RequestError):
+class PromptTooLong(RequestError, ValueError):
     """Prompt plus requested tokens exceed the context, or can never fit in the KV cache."""
 
 
@@ -76,6 +76,10 @@ class UnsupportedArchitecture(ModelError):
 
 class WeightMismatch(ModelError):
     """A tensor is missing, truncated, of the wrong shape, or left over; the message names it."""
+
+
+class NotBuilt(OarlockError, NotImplementedError):
+    """A known feature that this version does not have; the message names it and what serves instead."""
 
 
 class UnsupportedByBackend(OarlockError):
