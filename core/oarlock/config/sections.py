@@ -95,6 +95,7 @@ class ObservabilityConfig:
     log_json: bool = False
     log_stats: bool = True
     log_requests: bool = False
+    max_log_len: int | None = None  # characters of a prompt in the log; None: all of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,51 @@
+"""The one option table. It feeds the command line, `LLM(...)`, docs/flags.md and the tests.
+
+Owns: `OPTIONS`, the index by spelling, and names that users bring along but that belong elsewhere.
+Reads: `config.option`, the table files beside this one.
+Never: imports argparse or torch; relates two options (`config.resolve` does).
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from oarlock.config.option import Option, Origin, flag
+from oarlock.config.options import cache, features, model, parallel, server
+
+OPTIONS: tuple[Option, ...] = (*model.OPTIONS, *cache.OPTIONS, *parallel.OPTIONS, *features.OPTIONS, *server.OPTIONS)
+
+BY_NAME: dict[str, Option] = {name: option for option in OPTIONS for name in option.names}
+
+# Names of other servers and libraries that are no option here, and where what they mean is said instead.
+ELSEWHERE: dict[str, str] = {
+    "num-beams": "beam search belongs to the request: SamplingParams(use_beam_search=True, best_of=WIDTH)",
+    "max-length": "the length of an answer belongs to the request (max_tokens); the context length is {max-model-len}",
+    "min-length": "the least length of an answer belongs to the request: min_tokens",
+    "max-new-tokens": "the length of an answer belongs to the request: max_tokens",
+    "max-tokens": "the length of an answer belongs to the request: max_tokens in the request or in SamplingParams",
+    "max-input-length": "prompt and answer share one limit, {max-model-len}; a request's answer is limited by max_tokens",
+    "max-output-length": "the length of an answer belongs to the request: max_tokens; prompt and answer together are limited by {max-model-len}",
+    "request-rate": "the rate of requests belongs to the benchmark: oarlock bench serve --request-rate",
+    "temperature": "sampling belongs to the request: temperature in the request or in SamplingParams",
+}
+
+
+def spelling(name: str, origin: Origin) -> str:
+    """`--max-model-len` on a command line, `max_model_len` as a keyword."""
+    return flag(name) if origin == "cli" else name.replace("-", "_")
+
+
+def unknown(name: str, origin: Origin) -> str:
+    """The message for a name that is no option: where it belongs, else what is spelt nearly like it."""
+    bare = name.lstrip("-").replace("_", "-")
+    if bare in ELSEWHERE:
+        text = ELSEWHERE[bare].replace("{max-model-len}", spelling("max-model-len", origin))
+        return f"{spelling(bare, origin)}: {text}"
+    known = list(BY_NAME) + [f"no-{o.name}" for o in OPTIONS if o.kind == "bool" and origin == "cli"]
+    near = difflib.get_close_matches(bare, known, n=3, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(spelling(n, origin) for n in near)}?" if near else ""
+    where = "" if near else "; oarlock serve --help lists them all" if origin == "cli" else "; docs/flags.md lists them all"
+    return f"unknown option {spelling(bare, origin)}{hint}{where}"
+
+
+__all__ = ["BY_NAME", "ELSEWHERE", "OPTIONS", "Option", "spelling", "unknown"]

@@ -1,0 +1,71 @@
+"""Option table: HTTP server, limits of requests, logs.
+
+Owns: these rows.
+Reads: `config.option`.
+Never: holds logic beyond a value's mapping.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from oarlock.config.option import Option
+
+_http = partial(Option, group="HTTP server", offline=False)
+_limit = partial(Option, group="Limits of one request", offline=False, low=1)
+_log = partial(Option, group="Logs and statistics")
+
+OPTIONS: tuple[Option, ...] = (
+    _http("host", "str", None, "Address to listen on. Unset: all.", "server.host"),
+    _http("port", "int", 8000, "Port to listen on; 0: any free one.", "server.port", low=0, high=65535),
+    _http("uds", "str", None, "Unix socket to listen on instead of host and port.", "server.uds"),
+    _http(
+        "api-key", "repeat", (), "Key that requests must send as a bearer token; repeatable. Unset: OARLOCK_API_KEY or VLLM_API_KEY of the "
+        "environment, else none is asked for. Guards every route but /health, /ping and /version.", "server.api_keys",
+    ),
+    _http("allow-credentials", "bool", False, "CORS: allow credentials.", "server.allow_credentials"),
+    _http("allowed-origins", "strings", (), 'CORS: JSON list of origins; ["*"]: all. Unset: none.', "server.allowed_origins"),
+    _http("allowed-methods", "strings", ("*",), "CORS: JSON list of methods.", "server.allowed_methods"),
+    _http("allowed-headers", "strings", ("*",), "CORS: JSON list of headers.", "server.allowed_headers"),
+    _http("ssl-keyfile", "str", None, "Private key file for HTTPS.", "server.ssl_keyfile"),
+    _http("ssl-certfile", "str", None, "Certificate file for HTTPS.", "server.ssl_certfile"),
+    _http("ssl-ca-certs", "str", None, "Certificates of authorities that client certificates are checked against.", "server.ssl_ca_certs"),
+    _http("ssl-cert-reqs", "int", 0, "Client certificates: 0 none, 1 optional, 2 required.", "server.ssl_cert_reqs", choices=(0, 1, 2)),
+    _http("root-path", "str", None, "Path prefix under which a proxy serves this server.", "server.root_path"),
+    _http("middleware", "repeat", (), "ASGI middleware by import path, a function or a class; repeatable.", "server.middleware"),
+    _http("chat-template", "str", None, "Chat template: a file, or the template itself. Unset: the checkpoint's.", "server.chat_template"),
+    _http("response-role", "str", "assistant", "Role in chat answers.", "server.response_role"),
+    _http(
+        "allow-unknown-fields", "bool", False, "Accept unknown request fields and name them in a response header, instead of a 400.",
+        "server.allow_unknown_fields",
+    ),
+    _http(
+        "allow-request-chat-template", "bool", False, "Let requests bring their own chat template.", "server.allow_request_chat_template",
+    ),
+    _http("drain-grace", "float", 30.0, "Seconds that running requests get after SIGTERM.", "server.drain_grace_s", low=0),
+    _http(
+        "uvicorn-log-level", "str", "info", "Log level of the HTTP library.", "server.uvicorn_log_level",
+        choices=("debug", "info", "warning", "error", "critical", "trace"),
+    ),
+    _limit("max-body-bytes", "bytes", 32 << 20, "Largest request body (32MiB).", "server.max_body_bytes"),
+    _limit("max-n", "int", 128, "Largest n and best_of.", "server.max_n"),
+    _limit("max-stop-strings", "int", 16, "Most stop strings.", "server.max_stop_strings"),
+    _limit("max-stop-len", "int", 1024, "Longest stop string, in characters.", "server.max_stop_len"),
+    _limit("max-prompts", "int", 1024, "Most prompts in one request.", "server.max_prompts"),
+    _limit("max-logit-bias", "int", 1024, "Most entries of logit_bias.", "server.max_logit_bias"),
+    _limit("max-bad-words", "int", 256, "Most bad_words.", "server.max_bad_words"),
+    _log("log-level", "str", "info", "Least level that is logged.", "observability.log_level", choices=("debug", "info", "warning", "error")),
+    _log("log-json", "bool", False, "Log one JSON object a line.", "observability.log_json"),
+    _log(
+        "disable-log-stats", "bool", False, "Log no statistics; /metrics stays. LLM(...) logs none by default.", "observability.log_stats",
+        store=lambda value: not value,
+    ),
+    _log("enable-log-requests", "bool", False, "Log each request's parameters and prompt.", "observability.log_requests", offline=False),
+    _log(
+        "disable-log-requests", "bool", False, "Requests are not logged unless --enable-log-requests is given.", "observability.log_requests",
+        fate="obsolete", instead="nothing: requests are not logged unless --enable-log-requests is given", store=lambda value: not value,
+        offline=False,
+    ),
+    _log("max-log-len", "int", None, "Longest part of a prompt in the log, in characters. Unset: all of it.", "observability.max_log_len", low=0, offline=False),
+    _log("otlp-traces-endpoint", "str", None, "OpenTelemetry collector.", fate="refused", feature="OpenTelemetry export", offline=False),
+)  # fmt: skip

@@ -1,0 +1,130 @@
+"""The command line made from the option table. It records what was typed; values are checked by `config.resolve`.
+
+Owns: the argparse parser, dash and underscore spellings, the message for an unknown flag.
+Reads: `config.options`.
+Never: checks a value; fills in a default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from oarlock.config.option import Option, flag
+from oarlock.config.options import BY_NAME, OPTIONS, unknown
+from oarlock.errors import ConfigError
+
+_METAVARS = {"int": "N", "float": "X", "length": "N", "bytes": "SIZE", "gib": "GIB", "object": "JSON", "strings": "JSON", "floats": "X,X"}
+
+
+class _Typed(argparse.Action):
+    """Stores the raw text of an option; the same option under two names with two values is an error."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        seen: dict[str, str] = namespace.__dict__.setdefault("_spelt", {})
+        before = getattr(namespace, self.dest, None)
+        if self.dest in seen and seen[self.dest] != option_string and before != values:
+            parser.error(f"{seen[self.dest]} and {option_string} are the same option, and their values differ")
+        seen[self.dest] = option_string or ""
+        setattr(namespace, self.dest, values)
+
+
+class _Boolean(argparse.Action):
+    """--x and --no-x."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, not (option_string or "").startswith("--no-"))
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that takes underscores for dashes and raises ConfigError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        return super().parse_known_args([_dashed(a) for a in (sys.argv[1:] if args is None else args)], namespace)
+
+
+def _dashed(argument: str) -> str:
+    """`--max_model_len=4096` as `--max-model-len=4096`; values are left alone."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def make_parser(prog: str = "oarlock serve", *, offline: bool = False, positional: bool = True) -> Parser:
+    """A parser of every option (`offline`: of those that `LLM(...)` takes too), with an optional MODEL in front."""
+    parser = Parser(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawTextHelpFormatter)
+    if positional:
+        parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="hub name, folder or .gguf file; the same as --model")
+    groups: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.offline or not offline:
+            group = groups.get(option.group) or groups.setdefault(option.group, parser.add_argument_group(option.group))
+            _add(group, option)
+    return parser
+
+
+def _add(group: Any, option: Option) -> None:
+    names = [flag(name) for name in option.names]
+    settings: dict[str, Any] = {"dest": option.dest, "help": _help(option).replace("%", "%%")}
+    if option.kind == "bool":
+        group.add_argument(*names, *(f"--no-{n}" for n in option.names), action=_Boolean, nargs=0, **settings)
+        return
+    settings["metavar"] = _METAVARS.get(option.kind, option.name.rpartition("-")[2].upper())
+    if option.choices and len(option.choices) <= 4:
+        settings["metavar"] = "{" + ",".join(map(str, option.choices)) + "}"
+    if option.kind == "repeat":
+        group.add_argument(*names, action="append", **settings)
+    elif option.kind == "words":
+        group.add_argument(*names, nargs="+", action="extend", **settings)
+    else:
+        group.add_argument(*names, action=_Typed, **settings)
+
+
+def _help(option: Option) -> str:
+    text = option.help
+    if len(option.choices) > 4:
+        text += f" One of {', '.join(map(str, option.choices))}."
+    if option.default not in (None, (), {}):
+        text += f" [{'on' if option.default is True else 'off' if option.default is False else option.default}]"
+    if option.fate == "obsolete":
+        text += f" (obsolete; use {option.instead})"
+    if option.fate == "refused":
+        text += " (not in this version)"
+    return text
+
+
+def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
+    """What the user typed, by keyword; nothing else.
+
+    Raises:
+        ConfigError: unknown flag (with the nearest known ones), a flag without its value, or two different models.
+    """
+    namespace, extra = parser.parse_known_args(argv)
+    wrong = next((a for a in extra if a.startswith("-")), None)
+    if wrong is not None:
+        raise ConfigError(unknown(wrong.partition("=")[0], "cli"))
+    if extra:
+        raise ConfigError(f"unexpected argument {extra[0]!r}: one MODEL, then flags")
+    values = {key: value for key, value in vars(namespace).items() if key != "_spelt"}
+    positional = values.pop("model_positional", None)
+    if positional is not None:
+        if values.setdefault("model", positional) != positional:
+            raise ConfigError(f"two models were given, {positional} and --model {values['model']}; give one", "model")
+    return values
+
+
+def with_environment(values: dict[str, Any], environ: dict[str, str] | None = None) -> dict[str, Any]:
+    """`values` and the API key of the environment, unless one was typed. Returns a new dict."""
+    environ = dict(os.environ) if environ is None else environ
+    key = environ.get("OARLOCK_API_KEY") or environ.get("VLLM_API_KEY")
+    return values if not key or "api_key" in values else {**values, "api_key": [key]}
+
+
+__all__ = ["BY_NAME", "Parser", "make_parser", "parse", "with_environment"]
