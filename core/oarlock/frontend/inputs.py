@@ -7,13 +7,22 @@ Never: renders a chat template, touches HTTP, or lets work be queued that could 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 from oarlock.config.sections import ModelConfig, ServerConfig
+from oarlock.errors import InvalidParameter, PromptTooLong
 from oarlock.messages import EngineInfo, EngineRequest
 from oarlock.model_summary import ModelSummary
-from oarlock.sampling_params import SamplingParams
+from oarlock.sampling_params import INT32_MAX, SamplingParams
+
+# A prompt's mapping keys: those that are honoured, and those of features that this version does not have.
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+NOT_BUILT_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt", "decoder_prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +32,42 @@ class InputLimits:
     max_logprobs: int = 20  # -1: the whole vocabulary may be asked for
     max_n: int | None = None
     max_stop_strings: int | None = None
-    max_stop_len: int | None = None  # characters of one stop string
+    max_stop_len: int | None = None  # characters of one stop string or bad word
     max_logit_bias: int | None = None  # entries
     max_bad_words: int | None = None  # entries
+    max_temperature: float | None = None
 
     @classmethod
     def make(cls, model: ModelConfig, server: ServerConfig | None = None) -> InputLimits:
         """A server's limits; without `server`, an in-process caller's, who may spend its own machine."""
         if server is None:
             return cls(max_logprobs=model.max_logprobs)
-        return cls(model.max_logprobs, server.max_n, server.max_stop_strings, server.max_stop_len, server.max_logit_bias, server.max_bad_words)
+        return cls(
+            max_logprobs=model.max_logprobs,
+            max_n=server.max_n,
+            max_stop_strings=server.max_stop_strings,
+            max_stop_len=server.max_stop_len,
+            max_logit_bias=server.max_logit_bias,
+            max_bad_words=server.max_bad_words,
+            max_temperature=2.0,
+        )
+
+
+def default_sampling_fields(summary: ModelSummary, generation_config: str = "auto") -> dict[str, Any]:
+    """The checkpoint's own sampling defaults, as SamplingParams fields; {} under generation_config "none"."""
+    if generation_config == "none":
+        return {}
+    names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+    names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+    source = summary.generation_config
+    return {field: source[name] for name, field in names.items() if source.get(name) is not None}
+
+
+def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` fields over the checkpoint's defaults. Beam search takes none of the defaults that only sampling has."""
+    if given.get("use_beam_search"):
+        defaults = {name: value for name, value in defaults.items() if name not in ("temperature", "top_p", "top_k", "min_p")}
+    return {**defaults, **{name: value for name, value in given.items() if value is not None or name == "max_tokens"}}
 
 
 class InputProcessor:
@@ -44,10 +79,20 @@ class InputProcessor:
         self.summary = summary
         self.limits = limits or InputLimits()
 
-    def tokenize(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
-        """Token ids of `text`, after the checks that are cheaper than tokenising. Raises RequestError naming `param`."""
-        raise NotImplementedError
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a text: the checkpoint's and the tokenizer's."""
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        ids = (*self.summary.eos_token_ids, *(() if own is None else (own,)))
+        return tuple(dict.fromkeys(i for i in ids if 0 <= i < self.info.vocab_size))
 
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token: no text of more than this many bytes a token can be tokenised into fewer tokens. O(vocabulary), once."""
+        assert self.tokenizer is not None
+        return max((len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.vocab_size)), default=1) or 1
+
+    # ---------------------------------------------------------------- requests
     def make_request(
         self,
         prompt: Any,  # str | list[int] | {"prompt": str} | {"prompt_token_ids": list[int]} (or both)
@@ -60,5 +105,264 @@ class InputProcessor:
         param: str = "prompt",  # the name that errors give the prompt: "messages" for chat
         max_tokens_param: str = "max_tokens",
     ) -> tuple[EngineRequest, str | None]:
-        """The request that the engine gets, and the prompt's text where there was one."""
-        raise NotImplementedError
+        """The request that the engine gets, and the prompt's text where there was one.
+
+        Raises:
+            InvalidParameter, PromptTooLong: with `.param` naming the field; nothing was queued.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameter(f"sampling_params is of type {type(params).__name__}; give a SamplingParams.", param="sampling_params")
+        self._check_limits(params)
+        self._check_envelope(request_id, priority)
+        text, ids, salt = self._split(prompt, param)
+        salt = self._check_salt(cache_salt if cache_salt is not None else salt)
+        params = self._fit_to_model(params)
+        eos = () if params.ignore_eos else self.eos_token_ids
+        self._check_reachable(params, eos)
+        if ids is None:
+            ids = self.tokenize(text, add_special_tokens=add_special_tokens, param=param, bounded=params.truncate_prompt_tokens is None)
+        else:
+            ids = self.check_token_ids(ids, param)
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
+        max_tokens = self._room(len(ids), params, param, max_tokens_param)
+        params = replace(params, max_tokens=max_tokens)
+        request = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=tuple(ids),
+            params=params,
+            eos_token_ids=eos,
+            arrival_s=time.time(),
+            priority=priority,
+            cache_salt=salt,
+        )
+        return request, text
+
+    def tokenize(self, text: Any, *, add_special_tokens: bool = True, param: str = "prompt", bounded: bool = True) -> list[int]:
+        """Token ids of `text`, never empty, after the checks that are cheaper than tokenising. Raises RequestError naming `param`.
+
+        `bounded`: refuse a text that cannot fit the context before it is tokenised.
+        """
+        if self.tokenizer is None:
+            raise InvalidParameter(f"{param} is text, but the tokenizer is off (skip_tokenizer_init); give token ids.", param=param)
+        num_bytes = self._text_bytes(text, param)
+        limit = self.info.max_model_len
+        # Cheap first: the longest token is looked up only for texts that are large already.
+        if bounded and num_bytes > limit and num_bytes > limit * self.max_token_bytes:
+            least = -(-num_bytes // self.max_token_bytes)
+            raise PromptTooLong(
+                f"{param} is {num_bytes} bytes of text and so at least {least} tokens, but the context (max_model_len) is {limit} tokens; "
+                "shorten it.",
+                param=param,
+                code="context_length_exceeded",
+            )
+        ids = list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if not ids:
+            bos = self.tokenizer.bos_token_id
+            if bos is None:
+                raise InvalidParameter(f"{param} is empty, and the model has no beginning-of-text token to start from; give a text.", param=param)
+            ids = [bos]
+        if max(ids) >= self.info.vocab_size:
+            raise InvalidParameter(
+                f"{param} gives token id {max(ids)}, beyond the model's vocabulary of {self.info.vocab_size}; is this the model's own tokenizer?",
+                param=param,
+            )
+        return ids
+
+    def check_token_ids(self, ids: Any, param: str = "prompt", *, may_be_empty: bool = False) -> list[int]:
+        """The ids as plain integers, all within the vocabulary. Raises InvalidParameter naming `param` and the entry."""
+        if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+            raise InvalidParameter(f"{param} is of type {type(ids).__name__}; give a list of token ids.", param=param)
+        ids = list(ids)
+        if not ids and not may_be_empty:
+            raise InvalidParameter(f"{param} is an empty list of token ids; give at least one.", param=param)
+        vocab_size = self.info.vocab_size
+        plain = set(map(type, ids)) <= {int}
+        if not (plain and (not ids or (min(ids) >= 0 and max(ids) < vocab_size))):
+            for index, token_id in enumerate(ids):
+                if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+                    raise InvalidParameter(f"{param} has {token_id!r:.80} at index {index}; token ids are integers.", param=param)
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidParameter(
+                        f"{param} has token id {token_id} at index {index}; the model's vocabulary is 0 to {vocab_size - 1}.", param=param
+                    )
+            ids = [int(token_id) for token_id in ids]
+        return ids
+
+    # ---------------------------------------------------------------- steps of make_request
+    def _split(self, prompt: Any, param: str) -> tuple[str | None, Any | None, str | None]:
+        """(text, token ids, cache salt) of one prompt in any of its forms; at least one of the first two is there."""
+        if isinstance(prompt, str):
+            return prompt, None, None
+        if not isinstance(prompt, Mapping):
+            if isinstance(prompt, Sequence) and prompt and not isinstance(prompt, bytes) and isinstance(prompt[0], str | Mapping | Sequence):
+                raise InvalidParameter(f"{param} holds several prompts; give them one at a time.", param=param)
+            return None, prompt, None
+        for key, value in prompt.items():
+            if key in NOT_BUILT_KEYS and value is not None:
+                raise InvalidParameter(f"{param} has {key!r}, but this version takes text and token ids only; leave it out.", param=param)
+            if key not in PROMPT_KEYS and key not in NOT_BUILT_KEYS:
+                raise InvalidParameter(f"{param} has the unknown key {key!r:.80}; the keys are {', '.join(PROMPT_KEYS)}.", param=param)
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is None and ids is None:
+            raise InvalidParameter(f"{param} has neither 'prompt' nor 'prompt_token_ids'; give one.", param=param)
+        if text is not None:
+            self._text_bytes(text, param)
+        return text, ids, prompt.get("cache_salt")
+
+    def _text_bytes(self, text: Any, param: str) -> int:
+        """Bytes of `text` in UTF-8. Raises InvalidParameter for what is no text, lone surrogates included."""
+        if not isinstance(text, str):
+            raise InvalidParameter(f"{param} is of type {type(text).__name__}; give a string or a list of token ids.", param=param)
+        try:
+            return len(text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidParameter(
+                f"{param} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}; send valid Unicode.", param=param
+            ) from None
+
+    def _check_envelope(self, request_id: str, priority: int) -> None:
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidParameter(f"request_id is {request_id!r:.80}; give a string that is not empty.", param="request_id")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > INT32_MAX:
+            raise InvalidParameter(f"priority is {priority!r:.80}; give an integer of 32 bits.", param="priority")
+
+    @staticmethod
+    def _check_salt(salt: Any) -> str | None:
+        if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= 1024):
+            raise InvalidParameter("cache_salt must be a string of 1 to 1024 characters.", param="cache_salt")
+        return salt
+
+    def _check_limits(self, params: SamplingParams) -> None:
+        """The server's caps, each named with the number that was sent."""
+        limits = self.limits
+        longest_stop, longest_word = (max(map(len, words), default=0) for words in (params.stop, params.bad_words))
+        caps = (
+            ("n", params.n, limits.max_n, "results"),
+            ("best_of", params.num_branches, limits.max_n, "results"),
+            ("stop", len(params.stop), limits.max_stop_strings, "stop strings"),
+            ("stop", longest_stop, limits.max_stop_len, "characters in one stop string"),
+            ("logit_bias", len(params.logit_bias), limits.max_logit_bias, "entries"),
+            ("bad_words", len(params.bad_words), limits.max_bad_words, "entries"),
+            ("bad_words", longest_word, limits.max_stop_len, "characters in one entry"),
+            ("temperature", params.temperature, limits.max_temperature, ""),
+        )
+        for name, number, cap, what in caps:
+            if cap is not None and number is not None and number > cap:
+                raise InvalidParameter(f"{name}: {number:g} {what}".rstrip() + f", but the limit here is {cap:g}; send less.", param=name)
+        vocab_size = self.info.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(params, name)
+            if number is None or (limits.max_logprobs == -1 and number <= vocab_size):
+                continue
+            if number == -1 or limits.max_logprobs == -1 or number > limits.max_logprobs:
+                cap = vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
+                raise InvalidParameter(
+                    f"{name} is {number}{' (the whole vocabulary)' if number == -1 else ''}, but the limit is {cap}; "
+                    "ask for fewer, or start the engine with a larger max_logprobs (-1: no limit).",
+                    param=name,
+                )
+
+    def _fit_to_model(self, params: SamplingParams) -> SamplingParams:
+        """Checks against model, tokenizer and engine; returns the fields as the engine needs them."""
+        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_vocabulary("logit_bias", (token_id for token_id, _ in params.logit_bias))
+        for sequence in params.bad_words_token_ids:
+            self._check_vocabulary("bad_words_token_ids", sequence)
+        if params.logits_processors and not self.info.supports_host_callbacks:
+            raise InvalidParameter(
+                "logits_processors: functions can run only in the process of the engine; use the LLM class, or leave them out.",
+                param="logits_processors",
+            )
+        if params.use_beam_search and params.num_branches > self.info.max_num_seqs:
+            name = "n" if params.best_of is None else "best_of"
+            raise InvalidParameter(
+                f"{name} is {params.num_branches}, but all beams run together and max_num_seqs is {self.info.max_num_seqs}; "
+                "give a smaller width, or raise max_num_seqs.",
+                param=name,
+            )
+        keep = params.truncate_prompt_tokens
+        if keep is not None and keep > self.info.max_model_len:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens is {keep}, but the context (max_model_len) is {self.info.max_model_len} tokens; give at most that.",
+                param="truncate_prompt_tokens",
+            )
+        changes: dict[str, Any] = {}
+        if self.tokenizer is None:
+            for name in ("stop", "bad_words"):
+                if getattr(params, name):
+                    raise InvalidParameter(
+                        f"{name} is text, but the tokenizer is off (skip_tokenizer_init); use {name.replace('words', 'words_token_ids')}"
+                        f"{'_token_ids' if name == 'stop' else ''}.",
+                        param=name,
+                    )
+            changes["detokenize"] = False
+        if params.bad_words:
+            sequences = (*params.bad_words_token_ids, *self._bad_word_ids(params.bad_words))
+            changes["bad_words_token_ids"] = tuple(dict.fromkeys(sequences))
+        if params.prompt_logprobs is not None:
+            changes["skip_reading_prefix_cache"] = True  # every prompt position must be computed to have logprobs
+        return replace(params, **changes) if changes else params
+
+    def _check_vocabulary(self, name: str, ids: Iterable[int]) -> None:
+        for token_id in ids:
+            if not 0 <= token_id < self.info.vocab_size:
+                raise InvalidParameter(
+                    f"{name} has token id {token_id}, but the model's vocabulary is 0 to {self.info.vocab_size - 1}; "
+                    "use ids of this model's tokenizer.",
+                    param=name,
+                )
+
+    def _bad_word_ids(self, words: Iterable[str]) -> list[tuple[int, ...]]:
+        """Each word at the start of a text and after a space, which most tokenizers spell with different tokens."""
+        assert self.tokenizer is not None
+        sequences = []
+        for word in words:
+            self._text_bytes(word, "bad_words")
+            bare = word.lstrip()
+            for text in (bare, " " + bare) if bare else (word,):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                if not ids:
+                    raise InvalidParameter(f"bad_words has {word!r:.80}, which the tokenizer gives no token; leave it out.", param="bad_words")
+                self._check_vocabulary("bad_words", ids)
+                sequences.append(ids)
+        return sequences
+
+    def _check_reachable(self, params: SamplingParams, eos: tuple[int, ...]) -> None:
+        """An allow-list of which nothing is left would give a row without a single finite logit."""
+        if params.allowed_token_ids is None:
+            return
+        left = set(params.allowed_token_ids) - {ids[0] for ids in params.bad_words_token_ids if len(ids) == 1}
+        if params.min_tokens:
+            left -= {*eos, *params.stop_token_ids}
+        if not left:
+            raise InvalidParameter(
+                "allowed_token_ids leaves no token: bad_words and min_tokens (which bans EOS and stop tokens at first) exclude all of them; "
+                "allow at least one more.",
+                param="allowed_token_ids",
+            )
+
+    def _room(self, prompt_len: int, params: SamplingParams, param: str, max_tokens_param: str) -> int:
+        """max_tokens as a number, checked against the context and against what the KV cache can ever hold."""
+        limits = [(self.info.max_model_len, "the context (max_model_len) is {} tokens", "or serve with a larger max_model_len")]
+        if self.info.max_prompt_tokens:
+            limits.append((self.info.max_prompt_tokens, "the KV cache can hold {} tokens of one request", "or give the KV cache more memory"))
+        limit, what, remedy = min(limits, key=lambda entry: entry[0])
+        wanted = params.max_tokens
+        if prompt_len + (wanted or 1) > limit:
+            output = f"{wanted} of {max_tokens_param}" if wanted is not None else "at least 1 to generate"
+            fault = param if prompt_len >= limit else max_tokens_param
+            raise PromptTooLong(
+                f"{what.format(limit)}, but the request needs {prompt_len + (wanted or 1)}: {prompt_len} of {param} and {output}; "
+                f"shorten {param}, lower {max_tokens_param}, {remedy}.",
+                param=fault,
+                code="context_length_exceeded",
+            )
+        room = limit - prompt_len if wanted is None else wanted
+        if params.min_tokens > room:
+            raise InvalidParameter(
+                f"min_tokens is {params.min_tokens}, but only {room} tokens of the context are left after the prompt; lower it.",
+                param="min_tokens",
+            )
+        return room
