@@ -1,0 +1,48 @@
+# Everything a clone needs: `make serve` answers, `make test` proves. See CONTRIBUTING.md.
+VENV   ?= .venv
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+DEVICE ?= auto
+PORT   ?= 8000
+MODEL  ?=
+BIN    := $(VENV)/bin
+
+# One pytest run, cheapest first. Folders that do not exist yet are left out.
+TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/cpu/tests plugins/sim/tests tests/api tests/e2e)
+
+export VENV PYTHON TORCH
+
+.PHONY: help install serve test test-full bench lint clean
+
+help:
+	@echo "make install     make $(VENV) with everything that tests need; does nothing when nothing changed"
+	@echo "make serve       serve a small chat model: [MODEL=name|folder|file.gguf] [DEVICE=auto] [PORT=8000]"
+	@echo "make test        all tests but the long ones"
+	@echo "make test-full   all tests"
+	@echo "make bench       throughput and latency of the small chat model on this machine"
+	@echo "make lint        ruff and mypy"
+
+install:
+	@tools/install.sh test
+
+serve:
+	@tools/install.sh run
+	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python tools/make_models.py --gguf-only smollm2) || exit 1; \
+	exec $(BIN)/oarlock serve "$$model" --device "$(DEVICE)" --port "$(PORT)"
+
+test: install
+	@$(BIN)/python -m pytest $(TESTS)
+
+test-full: install
+	@$(BIN)/python -m pytest --full $(TESTS)
+
+bench: install
+	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python tools/make_models.py --gguf-only smollm2) || exit 1; \
+	$(BIN)/oarlock bench latency --model "$$model" --device "$(DEVICE)" && \
+	$(BIN)/oarlock bench throughput --model "$$model" --device "$(DEVICE)"
+
+lint: install
+	@$(BIN)/ruff check . && $(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
