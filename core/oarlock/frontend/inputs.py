@@ -63,13 +63,6 @@ def default_sampling_fields(summary: ModelSummary, generation_config: str = "aut
     return {field: source[name] for name, field in names.items() if source.get(name) is not None}
 
 
-def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` fields over the checkpoint's defaults. Beam search takes none of the defaults that only sampling has."""
-    if given.get("use_beam_search"):
-        defaults = {name: value for name, value in defaults.items() if name not in ("temperature", "top_p", "top_k", "min_p")}
-    return {**defaults, **{name: value for name, value in given.items() if value is not None or name == "max_tokens"}}
-
-
 class InputProcessor:
     """Validates and tokenises. Raises `RequestError` with `.param`; holds no per-request state, so threads may share it."""
 

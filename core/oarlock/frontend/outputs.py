@@ -7,9 +7,15 @@ Never: sees blocks or tensors; formats HTTP.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from oarlock.messages import ErrorInfo
+from oarlock.errors import EngineDead, InvalidParameter, OarlockError, PromptTooLong, QueueFull, RequestError, WorkerError
+from oarlock.frontend.stop import StopMatcher
+from oarlock.messages import Abort, EngineOutput, EngineOutputs, EngineRequest, ErrorInfo, PositionLogprobs
+from oarlock.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
@@ -66,3 +72,251 @@ class RequestOutput:
     num_generated_tokens: int = 0  # over every branch so far, discarded ones (best_of) included
     error: ErrorInfo | None = None
     lora_request: None = None
+
+
+def exception_for(error: ErrorInfo) -> OarlockError:
+    """The exception that an engine-side error becomes for the caller."""
+    if error.kind == "engine":
+        return EngineDead(error.message)
+    if error.kind == "step":
+        return WorkerError(error.message)
+    if error.code == "queue_full":
+        return QueueFull(error.message)
+    kind = PromptTooLong if error.code == "context_length_exceeded" else InvalidParameter if error.param else RequestError
+    return kind(error.message, param=error.param, code=error.code)
+
+
+class OutputProcessor:
+    """Turns each step's engine outputs into deltas. A whole result is the sum of its deltas (`frontend.collect`), nothing else.
+
+    Not shared between threads.
+    """
+
+    def __init__(self, tokenizer: Any | None, send_abort: Callable[[Abort], None]) -> None:
+        self.tokenizer = tokenizer  # None under --skip-tokenizer-init
+        self._send_abort = send_abort
+        self._requests: dict[str, _Request] = {}
+        self._token_texts: dict[int, tuple[str, tuple[int, ...]]] = {}  # at most one entry a vocabulary entry
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: EngineRequest, prompt: str | None = None) -> None:
+        """Open a request, before it is submitted. Raises InvalidParameter when its id is open already."""
+        if request.request_id in self._requests:
+            raise InvalidParameter(f"request_id {request.request_id!r:.80} is in use by an open request; give another.", param="request_id")
+        self._requests[request.request_id] = _Request(request, prompt)
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget an open request and end it in the engine. False if it is not open."""
+        if self._requests.pop(request_id, None) is None:
+            return False
+        self._send_abort(Abort(request_id))
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that never reached the engine."""
+        self._requests.pop(request_id, None)
+
+    def receive(self, outputs: EngineOutputs) -> list[RequestOutput]:
+        """One delta for each open request that has news, in the order of the outputs. Outputs of ended branches are dropped."""
+        now = time.time()
+        deltas: dict[str, RequestOutput] = {}
+        for output in outputs.outputs:
+            state = self._requests.get(output.request_id)
+            if state is None:
+                continue
+            delta = deltas.get(output.request_id)
+            if delta is None:
+                delta = deltas[output.request_id] = state.make_delta()
+            if output.error is not None:
+                self._fail(state, output.error, delta, now)
+            else:
+                self._advance(state, output, delta, now)
+        return [delta for delta in deltas.values() if delta.outputs or delta.finished or delta.prompt_logprobs is not None]
+
+    def fail_all(self, error: ErrorInfo) -> list[RequestOutput]:
+        """End every open request with `error`, as when the engine has died."""
+        now, deltas = time.time(), []
+        for state in list(self._requests.values()):
+            delta = state.make_delta()
+            self._fail(state, error, delta, now, is_open_in_engine=False)
+            deltas.append(delta)
+        return deltas
+
+    def _advance(self, state: _Request, output: EngineOutput, delta: RequestOutput, now: float) -> None:
+        metrics = state.metrics
+        if metrics.first_scheduled_s is None:
+            metrics.first_scheduled_s = output.first_scheduled_s
+        state.num_cached_tokens = delta.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs is not None:
+            state.has_prompt_logprobs = True
+            delta.prompt_logprobs = [None if entry is None else self._logprobs(entry, state, prompt=True) for entry in output.prompt_logprobs]
+        branch = state.branches.get(output.index)
+        if branch is None:
+            if output.index >= state.num_expected:
+                return  # a beam below the n best
+            branch = state.branches[output.index] = _Branch(output.index, state.request, self.tokenizer)
+        if branch.is_finished or not (output.new_token_ids or output.finish_reason):
+            return
+        if output.new_token_ids:
+            metrics.last_token_s = now
+            if metrics.first_token_s is None:
+                metrics.first_token_s = now
+        news = branch.advance(output)
+        if news.logprobs is not None and output.logprobs is not None:
+            news.logprobs.extend(self._logprobs(entry, state) for entry in output.logprobs[: len(news.token_ids)])
+        delta.outputs.append(news)
+        state.num_generated_tokens += len(news.token_ids)
+        delta.num_generated_tokens = state.num_generated_tokens
+        if branch.is_finished:
+            state.num_finished += 1
+            if output.finish_reason is None:  # a stop string: the engine does not know yet
+                self._send_abort(Abort(output.request_id, "stop", output.index))
+        if state.num_finished == state.num_expected:
+            self._finish(state, delta, now)
+
+    def _fail(self, state: _Request, error: ErrorInfo, delta: RequestOutput, now: float, *, is_open_in_engine: bool = True) -> None:
+        """An error of one branch ends the request: its other branches are aborted, and every open choice ends with "error"."""
+        if is_open_in_engine and state.num_expected - state.num_finished > 1:
+            self._send_abort(Abort(state.request.request_id))
+        for index in range(state.num_expected):
+            branch = state.branches.get(index)
+            if branch is None or not branch.is_finished:
+                delta.outputs.append(CompletionOutput(index, finish_reason="error"))
+        delta.error = error
+        self._finish(state, delta, now)
+
+    def _finish(self, state: _Request, delta: RequestOutput, now: float) -> None:
+        state.metrics.finished_s = now
+        delta.finished = True
+        delta.metrics = replace(state.metrics)
+        del self._requests[state.request.request_id]
+
+    def _logprobs(self, entry: PositionLogprobs, state: _Request, *, prompt: bool = False) -> dict[int, Logprob]:
+        """The token itself first, then the most probable ones, best first; a token among these is listed once."""
+        params = state.request.params
+        count = params.prompt_logprobs if prompt else params.logprobs
+        top = entry.top if count is None or count < 0 else entry.top[:count]
+        found = {entry.token_id: self._logprob(entry.token_id, entry.logprob, entry.rank, params)}
+        for place, (token_id, logprob) in enumerate(top, start=1):
+            if token_id not in found:
+                found[token_id] = self._logprob(token_id, logprob, place, params)
+        return found
+
+    def _logprob(self, token_id: int, logprob: float | None, rank: int, params: SamplingParams) -> Logprob:
+        if self.tokenizer is None or not params.detokenize:
+            return Logprob(logprob, rank)
+        known = self._token_texts.get(token_id)
+        if known is None:
+            data = self.tokenizer.token_bytes(token_id)
+            known = self._token_texts[token_id] = (data.decode("utf-8", "replace"), tuple(data))
+        return Logprob(logprob, rank, *known)
+
+
+class _Request:
+    """What the front end remembers of one open request."""
+
+    __slots__ = (
+        "branches", "has_prompt_logprobs", "metrics", "num_cached_tokens", "num_expected", "num_finished", "num_generated_tokens",
+        "prompt", "prompt_token_ids", "request",
+    )  # fmt: skip
+
+    def __init__(self, request: EngineRequest, prompt: str | None) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.prompt_token_ids = list(request.prompt_token_ids)  # shared by every delta
+        self.metrics = RequestMetrics(arrival_s=request.arrival_s)
+        self.branches: dict[int, _Branch] = {}
+        # The engine returns only the n best beams; of sampled branches all are seen, and the best chosen by `frontend.collect`.
+        self.num_expected = request.params.n if request.params.use_beam_search else request.params.num_branches
+        self.num_finished = 0
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+        self.has_prompt_logprobs = False
+
+    def make_delta(self) -> RequestOutput:
+        return RequestOutput(
+            self.request.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            metrics=self.metrics,
+            num_cached_tokens=self.num_cached_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+        )
+
+
+class _Branch:
+    """One choice's text. Order of checks: min_tokens, EOS, stop token (both by the engine), stop string, length (by the engine)."""
+
+    __slots__ = ("_held", "_matcher", "_params", "_stream", "cumulative_logprob", "index", "is_finished", "num_tokens")
+
+    def __init__(self, index: int, request: EngineRequest, tokenizer: Any | None) -> None:
+        params = request.params
+        self.index = index
+        self._params = params
+        self._stream = None
+        if tokenizer is not None and params.detokenize:
+            self._stream = tokenizer.make_stream(skip_special_tokens=params.skip_special_tokens, prompt_ids=request.prompt_token_ids)
+        self._matcher = StopMatcher(params.stop)
+        self._held = ""  # text that may be the beginning of a stop string, and so is not sent yet
+        self.num_tokens = 0
+        self.cumulative_logprob: float | None = None
+        self.is_finished = False
+
+    def advance(self, output: EngineOutput) -> CompletionOutput:
+        """Take a step's tokens. Sets `is_finished`; the tokens after a stop string are dropped. Logprobs are the caller's."""
+        params, stream = self._params, self._stream
+        news = CompletionOutput(self.index, logprobs=None if params.logprobs is None else [])
+        last = len(output.new_token_ids) - 1
+        parts: list[str] = []
+        stop: str | None = None
+        ends_by_token = output.finish_reason == "stop"
+        for place, token_id in enumerate(output.new_token_ids):
+            news.token_ids.append(token_id)
+            self.num_tokens += 1
+            if stream is None:
+                continue
+            if ends_by_token and place == last:  # EOS or a stop token: its text belongs to the output only on request
+                if params.include_stop_str_in_output:
+                    parts.append(self._take(stream.step([token_id])))
+                continue
+            text, stop = self._match(stream.step([token_id]), armed=self.num_tokens > params.min_tokens)
+            parts.append(text)
+            if stop is not None:
+                break
+        if stop is None and output.finish_reason is not None and stream is not None:
+            text, stop = (self._take(stream.flush()), None) if ends_by_token else self._match(stream.flush(), armed=self.num_tokens > params.min_tokens)
+            parts += [text, self._take("")]
+        self._close(news, output, stop)
+        news.text = "".join(parts)
+        return news
+
+    def _close(self, news: CompletionOutput, output: EngineOutput, stop: str | None) -> None:
+        self.is_finished = stop is not None or output.finish_reason is not None
+        news.finish_reason = "stop" if stop is not None else output.finish_reason
+        news.stop_reason = stop if stop is not None else output.stop_reason
+        if output.cumulative_logprob is not None:
+            dropped = (output.logprobs or ())[len(news.token_ids) :]
+            self.cumulative_logprob = output.cumulative_logprob - sum(entry.logprob or 0.0 for entry in dropped)
+        news.cumulative_logprob = self.cumulative_logprob
+
+    def _take(self, text: str) -> str:
+        """`text` with what was held back before it; nothing stays behind."""
+        text, self._held = self._held + text, ""
+        return text
+
+    def _match(self, text: str, *, armed: bool) -> tuple[str, str | None]:
+        """(text that is safe to send, the stop string that `text` completes)."""
+        if not self._matcher.stops or not text:
+            return text, None
+        held = len(self._held)
+        found = self._matcher.feed(text, armed=armed)
+        text = self._take(text)
+        if found is not None:
+            end, stop = held + found[0], found[1]
+            return text[: end if self._params.include_stop_str_in_output else end - len(stop)], stop
+        if not self._params.include_stop_str_in_output:
+            safe = len(text) - self._matcher.held
+            text, self._held = text[:safe], text[safe:]
+        return text, None
