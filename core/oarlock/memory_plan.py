@@ -28,7 +28,7 @@ class MemoryNeeds:
     program_bytes: int  # compiled or captured programs, workspaces
     bytes_per_block: int  # one block in every layer tensor of the pool, the device's padding included
     block_size: int  # tokens
-    available_bytes: int  # free for this worker before anything of it was loaded
+    available_bytes: int  # free for this worker before anything of it was loaded; workers that share the memory get a part each
     total_bytes: int  # of the device; the host's limit where host_is_device
     host_is_device: bool
     groups: tuple[KVGroup, ...] = ()  # (): one group of full attention

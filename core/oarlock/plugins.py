@@ -1,0 +1,245 @@
+"""Which plugins are installed, which device this run uses, and why.
+
+Owns: discovery over the entry points `oarlock.devices` and `oarlock.plugins`, version checks, the choice of a device,
+    the plugin manager of a worker.
+Reads: `backend_api` (light half), `hints`, `errors`.
+Never: imports a heavy module; calls a hook once serving has begun (`hook_calls()` counts them).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import pluggy
+
+from oarlock.backend_api import API_VERSION, PROJECT, DeviceSpec, Hooks, ProbeResult
+from oarlock.device_choice import DeviceRow, Selection, choose
+from oarlock.errors import ApiVersionMismatch, PluginError
+from oarlock.hints import Hint, load_hints
+
+DEVICE_GROUP = "oarlock.devices"
+PLUGIN_GROUP = "oarlock.plugins"
+PROBE_LIMIT_MS = 50.0
+
+_hook_calls = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPlugin:
+    """One entry point of ours, imported or not."""
+
+    name: str  # of the entry point
+    group: str
+    distribution: str
+    version: str
+    module: Any = None  # None: it could not be used
+    error: str = ""  # one line: why not
+    detail: str = ""  # the traceback
+    devices: tuple[DeviceSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """Everything that discovery found. Made once in the front process, and once in each worker."""
+
+    plugins: tuple[FoundPlugin, ...]
+    hints: tuple[Hint, ...] = field(default_factory=tuple)
+
+    def broken(self) -> tuple[FoundPlugin, ...]:
+        return tuple(p for p in self.plugins if p.error)
+
+    def rows(self) -> tuple[DeviceRow, ...]:
+        """One row per device, probed now, best first; broken device packages last. Never raises."""
+        rows = [_probe(plugin, spec) for plugin in self.plugins for spec in plugin.devices]
+        rows.sort(key=lambda row: (-row.priority, row.device))
+        return (*rows, *(DeviceRow.of_broken(p.name, p.distribution, p.version, p.error) for p in self.broken() if p.group == DEVICE_GROUP))
+
+
+def discover(entries: Iterable[Any] | None = None, hints: Sequence[Hint] | None = None) -> Catalogue:
+    """Import the light modules of all installed plugins. A broken one is recorded, never raised.
+
+    `entries` and `hints` replace the installed ones in tests; an entry has `name`, `group`, `dist` and `load()`.
+    """
+    if entries is None:
+        entries = (*metadata.entry_points(group=DEVICE_GROUP), *metadata.entry_points(group=PLUGIN_GROUP))
+    plugins = tuple(_load(e) for e in sorted(entries, key=lambda e: (e.group, e.name, _dist(e)[0])))
+    return Catalogue(plugins, tuple(load_hints() if hints is None else hints))
+
+
+def _load(entry: Any) -> FoundPlugin:
+    distribution, version = _dist(entry)
+    found = {"name": entry.name, "group": entry.group, "distribution": distribution, "version": version}
+    try:
+        module = entry.load()
+        manager = _manager()
+        _register(manager, module, entry.name)
+        devices = tuple(collect(manager, "devices")) if entry.group == DEVICE_GROUP else ()
+        _validate(devices, module, distribution, is_device=entry.group == DEVICE_GROUP)
+        return FoundPlugin(**found, module=module, devices=devices)
+    except Exception as error:  # whatever a stranger's module does at import is recorded, and must not end us
+        first = str(error).strip().splitlines()[:1]
+        return FoundPlugin(**found, error=f"{type(error).__name__}: {first[0] if first else ''}".rstrip(": "), detail=traceback.format_exc())
+
+
+def _dist(entry: Any) -> tuple[str, str]:
+    dist = getattr(entry, "dist", None)
+    return (dist.name, dist.version) if dist is not None else ("unknown", "?")
+
+
+def _register(manager: pluggy.PluginManager, module: Any, name: str) -> None:
+    """Register and check: hooks of unknown names and wrong signatures are errors."""
+    manager.register(module, name=name)
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise PluginError(f"{name} implements a hook that Oarlock does not have: {error}") from error
+
+
+def _validate(devices: Sequence[DeviceSpec], module: Any, distribution: str, *, is_device: bool) -> None:
+    """The records of one plugin are of the right type and name nothing impossible. API versions of devices are judged on use."""
+    if is_device and not devices:
+        raise PluginError(f"{distribution} registers under {DEVICE_GROUP} but its hook devices() yields no DeviceSpec")
+    for spec in devices:
+        if not isinstance(spec, DeviceSpec):
+            raise PluginError(f"{distribution}: devices() yielded {type(spec).__name__} instead of DeviceSpec")
+        if not spec.name or spec.name == "auto" or spec.name != spec.name.strip().lower():
+            raise PluginError(f"{distribution}: {spec.name!r} is no name for a device; take lower case, not 'auto'")
+        if not callable(spec.probe) or ":" not in spec.factory:
+            raise PluginError(f"{distribution}: device {spec.name} needs a callable probe and a factory 'package.module:Class'")
+    wanted = getattr(module, "OARLOCK_API", None)
+    if wanted is not None:
+        problem = api_problem(distribution, tuple(wanted))
+        if problem:
+            raise ApiVersionMismatch(problem)
+
+
+def api_problem(distribution: str, wanted: tuple[int, int], ours: tuple[int, int] = API_VERSION) -> str:
+    """Why a plugin of API `wanted` cannot run here, naming the side to upgrade; "" when it can."""
+    if wanted[0] == ours[0] and wanted[1] <= ours[1]:
+        return ""
+    text = f"{distribution} was built for backend API {wanted[0]}.{wanted[1]}, this Oarlock has {ours[0]}.{ours[1]}"
+    return f"{text}: upgrade oarlock" if wanted > ours else f"{text}: upgrade {distribution}"
+
+
+def _probe(plugin: FoundPlugin, spec: DeviceSpec) -> DeviceRow:
+    """Run one probe, timed. A probe that raises, or answers something else, is a row with status error."""
+    problem = api_problem(plugin.distribution, spec.api_version)
+    started = time.perf_counter()
+    if problem:
+        result = ProbeResult("error", problem.partition(": ")[0], problem.partition(": ")[2])
+    else:
+        try:
+            result = spec.probe()
+            if not isinstance(result, ProbeResult):
+                result = ProbeResult("error", f"its probe answered {type(result).__name__} instead of ProbeResult", f"upgrade {plugin.distribution}")
+        except Exception as error:
+            result = ProbeResult("error", f"its probe raised {type(error).__name__}: {error}", "oarlock doctor shows more")
+    probe_ms = (time.perf_counter() - started) * 1000
+    return DeviceRow(spec.name, plugin.distribution, plugin.version, spec.api_version, result, spec.priority, spec, probe_ms, bool(problem))
+
+
+def select_device(name: str = "auto", catalogue: Catalogue | None = None) -> Selection:
+    """The device of this run: `.spec`, `.probe`, and `.notes` to log.
+
+    Raises:
+        BackendNotFound: no installed package provides it; the message says how to get one, if that is possible.
+        BackendUnavailable: installed, but not usable here; or `auto` saw an accelerator that it cannot use.
+        ApiVersionMismatch: built for another backend API.
+        PluginError: broken, provided twice, or two accelerators of equal priority under `auto`.
+    """
+    catalogue = discover() if catalogue is None else catalogue
+    return choose(name, catalogue.rows(), catalogue.hints)
+
+
+def apply_environment(spec: DeviceSpec) -> None:
+    """Set the variables that the device wants before torch is imported, unless the user has set them."""
+    for key, value in spec.environment:
+        os.environ.setdefault(key, value)
+
+
+# ---------------------------------------------------------------- hooks
+def _manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Hooks)
+    manager.add_hookcall_monitoring(_count, lambda *_: None)
+    return manager
+
+
+def _count(*_: Any) -> None:
+    global _hook_calls
+    _hook_calls += 1
+
+
+def hook_calls() -> int:
+    """How many hooks this process has called so far. Constant while serving."""
+    return _hook_calls
+
+
+def worker_plugins(device: str, catalogue: Catalogue | None = None, required: Sequence[str] = ()) -> pluggy.PluginManager:
+    """The plugins of a worker: the package of the chosen device, and every feature plugin that could be imported.
+
+    `required` names feature plugins (entry point or distribution) that the user asked for.
+
+    Raises:
+        PluginError: the device's package, or a required plugin, is missing or broken.
+    """
+    catalogue = discover() if catalogue is None else catalogue
+    chosen = [p for p in catalogue.plugins if any(spec.name == device for spec in p.devices)]
+    if len(chosen) != 1:
+        names = ", ".join(p.distribution for p in chosen) or "no installed package"
+        raise PluginError(f"device {device} is provided by {names}; exactly one package must provide it")
+    features = [p for p in catalogue.plugins if p.group == PLUGIN_GROUP]
+    for name in required:
+        found = next((p for p in features if name in (p.name, p.distribution)), None)
+        if found is None or found.error:
+            why = found.error if found else f"it is not installed; installed are {', '.join(p.name for p in features) or 'none'}"
+            raise PluginError(f"plugin {name} was asked for and cannot be used: {why}")
+    manager = _manager()
+    for plugin in (*chosen, *(p for p in features if not p.error)):
+        if not any(registered is plugin.module for registered in manager.get_plugins()):
+            _register(manager, plugin.module, f"{plugin.distribution}:{plugin.name}")
+    return manager
+
+
+def collect(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> list[Any]:
+    """All records that plugins answer to one hook, in one list. Who raises, or yields no list, is named.
+
+    Raises:
+        PluginError: a plugin's hook failed.
+    """
+    records: list[Any] = []
+    everyone = manager.get_plugins()
+    for name, plugin in manager.list_name_plugin():
+        if plugin is None:
+            continue
+        caller = manager.subset_hook_caller(hook, everyone - {plugin})
+        try:
+            answers = caller(**arguments)
+        except Exception as error:
+            raise PluginError(f"plugin {name}: its hook {hook} raised {type(error).__name__}: {error}") from error
+        for answer in answers:
+            if not isinstance(answer, (list, tuple)):
+                raise PluginError(f"plugin {name}: its hook {hook} returned {type(answer).__name__}; a list is needed")
+            records += answer
+    return records
+
+
+__all__ = [
+    "Catalogue",
+    "DeviceRow",
+    "FoundPlugin",
+    "Selection",
+    "api_problem",
+    "apply_environment",
+    "collect",
+    "discover",
+    "hook_calls",
+    "select_device",
+    "worker_plugins",
+]
