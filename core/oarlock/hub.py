@@ -18,3 +18,7 @@ def resolve_model(config: ModelConfig) -> str:
     if path.exists():
         return str(path)
     raise ModelError(f"no such model: {config.model}")
+
+
+def resolve_tokenizer(config: ModelConfig, model_path: str) -> str:
+    return model_path if config.tokenizer is None else str(Path(config.tokenizer).expanduser())

@@ -1,0 +1,191 @@
+"""Chat messages to one prompt text, by the model's own template.
+
+Owns: the template and the sandbox it runs in.
+Reads: a tokenizer's special tokens and template, `errors`.
+Never: tokenises; lets a template touch files, the network or Python objects.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from oarlock.errors import ConfigError, InvalidParameter
+
+if TYPE_CHECKING:
+    from oarlock.frontend.tokenizer import Tokenizer
+    from oarlock.model_summary import ModelSummary
+
+MAX_RENDERED_CHARS = 16 << 20
+MAX_RENDER_S = 10.0
+_MARK = "\ue000continue-here\ue000 "  # private-use characters: no message holds them by accident. The space shows whether it is stripped
+
+
+class TemplateError(Exception):
+    """What a template's own `raise_exception` raises."""
+
+
+class ChatTemplate:
+    """A compiled template. `template_source` is its text, or named texts of which "default" and "tool_use" are known.
+
+    Raises:
+        ConfigError: the template is not valid Jinja.
+    """
+
+    def __init__(self, template_source: str | Mapping[str, str], tokenizer: Tokenizer | None) -> None:
+        named = {"default": template_source} if isinstance(template_source, str) else dict(template_source)
+        if not named:
+            raise ConfigError("the model's list of chat templates is empty; give one with --chat-template", option="--chat-template")
+        environment = _environment()
+        try:
+            self._templates = {name: environment.from_string(text) for name, text in named.items()}
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template is not valid Jinja: {error}", option="--chat-template") from None
+        self._special_tokens = dict(getattr(tokenizer, "special_tokens_map", None) or {})
+        self.sources = named
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt. Special tokens are part of the text: tokenise it without adding any.
+
+        Raises:
+            InvalidParameter: the template refuses these messages, or the result is too large; `param` is "messages".
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidParameter(
+                "continue_final_message and add_generation_prompt exclude each other; set one of them to false", param="continue_final_message"
+            )
+        chat = [dict(message) for message in messages]
+        if continue_final_message:
+            _mark_final(chat)
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._templates.get(name) or next(iter(self._templates.values()))
+        variables = {
+            **self._special_tokens,
+            **kwargs,
+            "messages": chat,
+            "tools": list(tools) if tools else None,
+            "documents": kwargs.get("documents"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = _render(template, variables)
+        return _cut_at_mark(text) if continue_final_message else text
+
+
+def load_chat_template(flag_value: str | None, tokenizer: Tokenizer | None, summary: ModelSummary) -> ChatTemplate | None:
+    """The template that `--chat-template` gives (a file or the template itself), else the model's; None when there is none.
+
+    Raises:
+        ConfigError: the file cannot be read, or the template is not valid.
+    """
+    if flag_value:
+        return ChatTemplate(_from_flag(flag_value), tokenizer)
+    source = getattr(tokenizer, "chat_template", None)
+    return ChatTemplate(source, tokenizer) if source else None
+
+
+def missing_template(model_name: str) -> InvalidParameter:
+    """The error of a chat request to a model that has no template."""
+    return InvalidParameter(
+        f"{model_name} has no chat template; start the server with --chat-template FILE, or use /v1/completions", param="messages"
+    )
+
+
+def _from_flag(value: str) -> str:
+    path = Path(value).expanduser()
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # a template is often too long for a file name
+        if not any(char in value for char in "{}\n"):
+            raise ConfigError(f"--chat-template {value}: {error}", option="--chat-template") from None
+    if not any(char in value for char in "{}\n"):
+        raise ConfigError(f"--chat-template {value}: no such file, and not a template either (it has no braces)", option="--chat-template")
+    return value.encode("latin-1", "backslashreplace").decode("unicode_escape") if "\\n" in value and "\n" not in value else value
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; here its body is simply rendered."""
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """Piece by piece, so that neither size nor time is without bound."""
+    pieces, size, start = [], 0, time.monotonic()
+    try:
+        for piece in template.generate(variables):
+            size += len(piece)
+            if size > MAX_RENDERED_CHARS:
+                raise InvalidParameter(f"the chat template makes more than {MAX_RENDERED_CHARS} characters of these messages", param="messages")
+            if time.monotonic() - start > MAX_RENDER_S:
+                raise InvalidParameter(f"the chat template took more than {MAX_RENDER_S:.0f} s for these messages", param="messages")
+            pieces.append(piece)
+    except TemplateError as error:
+        raise InvalidParameter(f"the model's chat template refuses these messages: {error}", param="messages") from None
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError) as error:
+        raise InvalidParameter(f"the model's chat template cannot render these messages: {error}", param="messages") from None
+    return "".join(pieces)
+
+
+def _mark_final(chat: list[dict[str, Any]]) -> None:
+    """Put a mark at the end of the last message's text."""
+    last = chat[-1] if chat else {}
+    content = last.get("content")
+    if isinstance(content, str):
+        last["content"] = content + _MARK
+        return
+    if isinstance(content, list):
+        for at in range(len(content) - 1, -1, -1):
+            if isinstance(content[at], Mapping) and isinstance(content[at].get("text"), str):
+                last["content"] = [*content[:at], {**content[at], "text": content[at]["text"] + _MARK}, *content[at + 1 :]]
+                return
+    raise InvalidParameter("continue_final_message needs a last message with text", param="messages")
+
+
+def _cut_at_mark(text: str) -> str:
+    at = text.rfind(_MARK.strip())
+    if at < 0:
+        raise InvalidParameter("the chat template drops the end of the last message, so it cannot be continued", param="continue_final_message")
+    # A template that strips its messages took the mark's space with it, and would have taken the message's own.
+    return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
