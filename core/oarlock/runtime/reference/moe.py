@@ -19,9 +19,10 @@ def moe_topk(router_logits: torch.Tensor, k: int, renormalise: bool) -> tuple[to
         router_logits: [num_tokens, num_experts]
         result:        weights [num_tokens, k] float32 (summing to 1 if `renormalise`), ids [num_tokens, k] int32
     """
-    weights, ids = torch.sort(wide(router_logits).softmax(-1), dim=-1, descending=True, stable=True)
-    weights, ids = weights[:, :k], ids[:, :k].to(torch.int32)
-    return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids
+    # Sorted by logits, so that an order of equals cannot depend on how exp rounds.
+    ids = torch.sort(router_logits, dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = wide(router_logits).softmax(-1).gather(1, ids)
+    return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids.to(torch.int32)
 
 
 def moe_experts(
