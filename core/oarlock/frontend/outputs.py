@@ -107,12 +107,15 @@ class OutputProcessor:
             raise InvalidParameter(f"request_id {request.request_id!r:.80} is in use by an open request; give another.", param="request_id")
         self._requests[request.request_id] = _Request(request, prompt)
 
-    def cancel(self, request_id: str) -> bool:
-        """Forget an open request and end it in the engine. False if it is not open."""
-        if self._requests.pop(request_id, None) is None:
-            return False
+    def cancel(self, request_id: str) -> RequestOutput | None:
+        """End an open request, here and in the engine. Its last delta, in which open choices end with "abort"; None if it is not open."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return None
         self._send_abort(Abort(request_id))
-        return True
+        delta = state.make_delta()
+        self._end_open(state, "abort", delta)
+        return delta
 
     def forget(self, request_id: str) -> None:
         """Drop a request that never reached the engine."""
@@ -130,17 +133,18 @@ class OutputProcessor:
             if delta is None:
                 delta = deltas[output.request_id] = state.make_delta()
             if output.error is not None:
-                self._fail(state, output.error, delta, now)
+                self._fail(state, output.error, delta)
             else:
                 self._advance(state, output, delta, now)
         return [delta for delta in deltas.values() if delta.outputs or delta.finished or delta.prompt_logprobs is not None]
 
     def fail_all(self, error: ErrorInfo) -> list[RequestOutput]:
-        """End every open request with `error`, as when the engine has died."""
-        now, deltas = time.time(), []
+        """End every open request with `error`, as when the engine has died. The engine is told nothing."""
+        deltas = []
         for state in list(self._requests.values()):
             delta = state.make_delta()
-            self._fail(state, error, delta, now, is_open_in_engine=False)
+            delta.error = error
+            self._end_open(state, "error", delta)
             deltas.append(delta)
         return deltas
 
@@ -150,7 +154,6 @@ class OutputProcessor:
             metrics.first_scheduled_s = output.first_scheduled_s
         state.num_cached_tokens = delta.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs is not None:
-            state.has_prompt_logprobs = True
             delta.prompt_logprobs = [None if entry is None else self._logprobs(entry, state, prompt=True) for entry in output.prompt_logprobs]
         branch = state.branches.get(output.index)
         if branch is None:
@@ -176,16 +179,20 @@ class OutputProcessor:
         if state.num_finished == state.num_expected:
             self._finish(state, delta, now)
 
-    def _fail(self, state: _Request, error: ErrorInfo, delta: RequestOutput, now: float, *, is_open_in_engine: bool = True) -> None:
-        """An error of one branch ends the request: its other branches are aborted, and every open choice ends with "error"."""
-        if is_open_in_engine and state.num_expected - state.num_finished > 1:
+    def _fail(self, state: _Request, error: ErrorInfo, delta: RequestOutput) -> None:
+        """An error of one branch ends the request: its other branches are aborted."""
+        if state.num_expected - state.num_finished > 1:
             self._send_abort(Abort(state.request.request_id))
+        delta.error = error
+        self._end_open(state, "error", delta)
+
+    def _end_open(self, state: _Request, reason: str, delta: RequestOutput) -> None:
+        """The request ends here: every choice that is open gets its finish reason, and the text that was held back."""
         for index in range(state.num_expected):
             branch = state.branches.get(index)
             if branch is None or not branch.is_finished:
-                delta.outputs.append(CompletionOutput(index, finish_reason="error"))
-        delta.error = error
-        self._finish(state, delta, now)
+                delta.outputs.append(CompletionOutput(index, text=branch.end() if branch is not None else "", finish_reason=reason))
+        self._finish(state, delta, time.time())
 
     def _finish(self, state: _Request, delta: RequestOutput, now: float) -> None:
         state.metrics.finished_s = now
@@ -218,8 +225,8 @@ class _Request:
     """What the front end remembers of one open request."""
 
     __slots__ = (
-        "branches", "has_prompt_logprobs", "metrics", "num_cached_tokens", "num_expected", "num_finished", "num_generated_tokens",
-        "prompt", "prompt_token_ids", "request",
+        "branches", "metrics", "num_cached_tokens", "num_expected", "num_finished", "num_generated_tokens", "prompt",
+        "prompt_token_ids", "request",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, prompt: str | None) -> None:
@@ -233,7 +240,6 @@ class _Request:
         self.num_finished = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
-        self.has_prompt_logprobs = False
 
     def make_delta(self) -> RequestOutput:
         return RequestOutput(
@@ -291,6 +297,11 @@ class _Branch:
         self._close(news, output, stop)
         news.text = "".join(parts)
         return news
+
+    def end(self) -> str:
+        """The branch ends from outside; returns the text that was not sent yet."""
+        self.is_finished = True
+        return self._take("" if self._stream is None else self._stream.flush())
 
     def _close(self, news: CompletionOutput, output: EngineOutput, stop: str | None) -> None:
         self.is_finished = stop is not None or output.finish_reason is not None
