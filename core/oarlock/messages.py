@@ -11,9 +11,12 @@ The one message back is Abort.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from oarlock.backend_api.capabilities import Capabilities
+from oarlock.kv_spec import KVGroup
 from oarlock.sampling_params import SamplingParams
+from oarlock.shapes import BucketTable
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -185,12 +188,15 @@ class ModelRunnerOutput:
 class WorkerReady:
     """A worker's answer to the handshake. Equal over ranks but for num_blocks, of which the smallest counts."""
 
-    capabilities: Any  # backend_api.Capabilities
-    kv_groups: tuple[Any, ...]  # kv_spec.KVGroup
+    capabilities: Capabilities
+    kv_groups: tuple[KVGroup, ...]
     block_size: int
     num_blocks: int  # device blocks, null block 0 included
     num_host_blocks: int
-    buckets: Any  # shapes.BucketTable
+    max_model_len: int  # as asked, or what fits the memory where that was left open
+    dtype: str
+    device_text: str
+    buckets: BucketTable
     op_table: tuple[tuple[str, str, str], ...]  # (op, implementation chosen, why others were rejected)
     memory_plan: tuple[tuple[str, int, str], ...] = ()  # (what, bytes, note)
     threads: int = 0
@@ -213,7 +219,7 @@ class EngineInfo:
     device: str  # name of the DeviceSpec
     device_text: str  # Device.describe()
     dtype: str
-    kv_groups: tuple[Any, ...] = ()  # kv_spec.KVGroup
+    kv_groups: tuple[KVGroup, ...] = ()
     max_prompt_tokens: int = 0  # longest request (prompt + output) that can ever fit in the KV cache
     op_table: tuple[tuple[str, str, str], ...] = ()
     memory_plan: tuple[tuple[str, int, str], ...] = ()

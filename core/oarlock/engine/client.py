@@ -10,6 +10,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 
+from oarlock.engine.core import EngineCore
+from oarlock.errors import EngineDead
 from oarlock.messages import Abort, EngineInfo, EngineOutputs, EngineRequest
 
 
@@ -44,3 +46,57 @@ class EngineClient(abc.ABC):
     @abc.abstractmethod
     def shutdown(self, grace_s: float = 0.0) -> None:
         """Stop, ending what is open; idempotent."""
+
+
+class InProcessClient(EngineClient):
+    """The engine in the calling thread: nothing happens outside `step`."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__()
+        self._core: EngineCore | None = core
+        self.info = core.info
+
+    def submit(self, request: EngineRequest) -> None:
+        self._alive().add(request)
+
+    def abort(self, abort: Abort) -> None:
+        if self._core is not None:
+            self._core.abort(abort)
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to do."""
+        return self._core is not None and self._core.has_work()
+
+    def step(self) -> EngineOutputs | None:
+        """One step; its outputs are returned and passed to `on_outputs`. None when there is nothing to do.
+
+        Raises:
+            EngineDead: the engine has ended, now or before.
+        """
+        core = self._alive()
+        if not core.has_work():
+            return None
+        try:
+            outputs = core.step()
+        except EngineDead as death:
+            self.shutdown()
+            self.on_dead(str(death))
+            raise
+        self.on_outputs(outputs)
+        return outputs
+
+    def is_alive(self) -> bool:
+        return self._core is not None
+
+    def reset_prefix_cache(self) -> None:
+        self._alive().reset_prefix_cache()
+
+    def shutdown(self, grace_s: float = 0.0) -> None:
+        core, self._core = self._core, None
+        if core is not None:
+            core.shutdown()
+
+    def _alive(self) -> EngineCore:
+        if self._core is None:
+            raise EngineDead("this engine has been shut down; make a new one")
+        return self._core

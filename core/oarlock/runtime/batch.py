@@ -109,6 +109,11 @@ class Batch:
         self.tokens[row, start : start + len(token_ids)] = token_ids
         self.known[row] = start + len(token_ids)
 
+    def is_host_decided(self, branch_id: int) -> bool:
+        """Whether the engine, not the sampler, chooses this branch's tokens (beams); they come as `new_token_ids`."""
+        row = self.rows.get(branch_id)
+        return row is not None and row.new.params.use_beam_search
+
     # ------------------------------------------------------------ inputs of the programs
     def forward_inputs(self, rows: tuple[ScheduledRow, ...], key: Any, block_size: int, null_row: int) -> dict[str, np.ndarray]:
         """The forward program's host inputs, padded to `key`. Rows come decode first; padded decode rows keep token i = row i.

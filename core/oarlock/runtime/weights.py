@@ -23,7 +23,10 @@ IGNORED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "rotary_emb.c
 class Source(Protocol):
     """The part of a checkpoint that loading needs."""
 
+    is_dummy: bool  # weights are made up from the shapes asked for
+
     def names(self) -> set[str]: ...
+    def get_shaped(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
     def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor: ...
 
 
@@ -59,9 +62,9 @@ class WeightLoader:
         names, tree = self.source.names(), {}
         for spec in progress(specs):
             missing = [s for s in spec.sources if s not in names]
-            if missing and spec.optional:
+            if (missing or self.source.is_dummy) and spec.optional:
                 continue
-            if missing:
+            if missing and not self.source.is_dummy:
                 near = ", ".join(sorted(n for n in names if n.split(".")[-2:] == missing[0].split(".")[-2:])[:3])
                 raise WeightMismatch(f"the checkpoint lacks {missing[0]}, needed for {'.'.join(map(str, spec.path))}" + (f"; it has {near}" if near else ""))
             _put(tree, spec.path, self._make(spec))
@@ -88,9 +91,12 @@ class WeightLoader:
 
     def _part(self, spec: WeightSpec, at: int, name: str) -> torch.Tensor:
         dtype = getattr(torch, spec.dtype) if spec.dtype else self.dtype
-        tensor = self.source.get(name, dtype)
+        shape = spec.shapes[at]
+        tensor = self.source.get_shaped(name, shape, dtype) if self.source.is_dummy else self.source.get(name, dtype)
         if not tensor.is_floating_point():
             raise WeightMismatch(f"holds {tensor.dtype}, a floating point tensor was expected")
+        if tuple(tensor.shape) != shape:
+            raise WeightMismatch(f"has shape {list(tensor.shape)}, config.json calls for {list(shape)}")
         tensor = tensor.to(dtype)
         if spec.transpose:
             tensor = tensor.t()

@@ -59,6 +59,7 @@ class Ops:
 
     def __init__(self) -> None:
         self.table: list[tuple[str, str, str]] = []
+        self.prepare: dict[str, Callable[..., Any]] = {}  # op -> pack a weight once at load
 
 
 def bind_ops(impls: Iterable[OpImpl], dtype: str) -> Ops:
@@ -84,5 +85,7 @@ def bind_ops(impls: Iterable[OpImpl], dtype: str) -> Ops:
             elif impl.priority == chosen.priority:
                 raise ValueError(f"op {name}: {chosen.name} and {impl.name} have equal priority {impl.priority}; raise one")
         setattr(bound, name, resolve(chosen.factory) if chosen else op.reference)
+        if chosen is not None and chosen.prepare is not None:
+            bound.prepare[name] = resolve(chosen.prepare)
         bound.table.append((name, chosen.name if chosen else "reference", " | ".join(rejected)))
     return bound

@@ -100,6 +100,7 @@ class WeightSpec:
 
     path: tuple[str | int, ...]  # ("layers", 3, "qkv", "weight")
     sources: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # per source, as the checkpoint keeps it; checked, and what --load-format dummy makes
     shard: Literal["column", "row", "vocab", "expert", "none"] = "none"
     transpose: bool = False  # the checkpoint keeps [in, out] (GPT-2)
     unit_offset: bool = False  # add one

@@ -10,9 +10,15 @@ from __future__ import annotations
 import difflib
 import importlib
 from types import ModuleType
+from typing import Any
 
+import torch
+
+from oarlock.backend_api.runtime import Communicator, Ops
 from oarlock.errors import UnsupportedArchitecture
 from oarlock.model_summary import ModelSummary
+from oarlock.runtime.layers.spec import WeightSpec
+from oarlock.runtime.models.base import MakeAttention, NativeModel
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -33,3 +39,12 @@ def family_of(summary: ModelSummary) -> ModuleType:
             f"{summary.architecture} has no native model file; the nearest that do are {', '.join(near)}; supported are {', '.join(sorted(FAMILIES))}"
         )
     return importlib.import_module(f"oarlock.runtime.models.{name}")
+
+
+def build_model(
+    summary: ModelSummary, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype
+) -> tuple[Any, list[WeightSpec]]:
+    """A model without weights, and the list of the weights it wants."""
+    family = family_of(summary)
+    spec = family.model_spec(summary)
+    return NativeModel(spec, ops, comm, make_attention, block_size, dtype), family.weight_specs(summary, spec)

@@ -30,6 +30,8 @@ class Model(Protocol):
     kv_specs: tuple[KVSpec, ...]  # one per layer, this rank's heads
     block_size: int
     vocab_size: int
+    hidden_size: int
+    dtype: torch.dtype
 
     def forward(self, weights: Tree, ids: torch.Tensor, kv: list[Any], step: StepContext) -> tuple[torch.Tensor, list[Any]]:
         """Token ids [num_tokens] to hidden [num_tokens, hidden_size]; returns the caches to use from now on."""
@@ -54,8 +56,9 @@ def heads_per_rank(spec: AttentionSpec, size: int) -> tuple[int, int]:
 class NativeModel:
     """A decoder-only model described by a ModelSpec."""
 
-    def __init__(self, spec: ModelSpec, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int) -> None:
-        self.spec, self.ops, self.comm, self.block_size, self.vocab_size = spec, ops, comm, block_size, spec.vocab_size
+    def __init__(self, spec: ModelSpec, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype) -> None:
+        self.spec, self.ops, self.comm, self.block_size, self.dtype = spec, ops, comm, block_size, dtype
+        self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.kv_specs = tuple(_kv_spec(layer.attention, comm.size) for layer in spec.layers)
         self.groups = make_groups(self.kv_specs)
         self.attentions: list[Attention] = []
@@ -112,6 +115,3 @@ def _params(spec: AttentionSpec, size: int) -> AttentionParams:
 def _kv_spec(spec: AttentionSpec, size: int) -> KVSpec:
     _, kv_heads = heads_per_rank(spec, size)
     return KVSpec("window" if spec.window else "full", kv_heads, spec.head_dim, spec.window)
-
-
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from oarlock.model_summary import ModelSummary
 from oarlock.runtime.layers.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, WeightSpec
-from oarlock.runtime.models.parts import gated_mlp_weights, outer_weights, qkv_weights, rope_of
+from oarlock.runtime.models.parts import attention_weights, gated_mlp_weights, norm_weights, outer_weights, rope_of
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 
@@ -35,13 +35,11 @@ def model_spec(summary: ModelSummary) -> ModelSpec:
 
 def weight_specs(summary: ModelSummary, spec: ModelSpec) -> list[WeightSpec]:
     """Where each weight comes from."""
-    found = outer_weights(spec)
+    found, hidden = outer_weights(spec), spec.hidden_size
     for i, layer in enumerate(spec.layers):
         p, at = f"model.layers.{i}.", ("layers", i)
-        found += qkv_weights(at, p + "self_attn.", layer.attention)
-        found += gated_mlp_weights(at, p + "mlp.")
-        found += [
-            WeightSpec((*at, "attention_norm", "weight"), (p + "input_layernorm.weight",), kind="norm"),
-            WeightSpec((*at, "mlp_norm", "weight"), (p + "post_attention_layernorm.weight",), kind="norm"),
-        ]
+        found += attention_weights(at, p + "self_attn.", hidden, layer.attention)
+        found += gated_mlp_weights(at, p + "mlp.", hidden, summary.intermediate_size)
+        found += norm_weights((*at, "attention_norm"), p + "input_layernorm", hidden)
+        found += norm_weights((*at, "mlp_norm"), p + "post_attention_layernorm", hidden)
     return found

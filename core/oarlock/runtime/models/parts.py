@@ -7,12 +7,13 @@ Never: decides what a family is made of.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from oarlock.model_summary import ModelSummary
 from oarlock.runtime.layers.spec import AttentionSpec, ModelSpec, RopeSpec, WeightSpec
 
 Path = tuple[str | int, ...]
+Shard = Literal["column", "row", "vocab", "expert", "none"]
 
 
 def rope_of(summary: ModelSummary, dim: int, *, layer_type: str | None = None) -> RopeSpec:
@@ -29,38 +30,48 @@ def rope_of(summary: ModelSummary, dim: int, *, layer_type: str | None = None) -
 
 def outer_weights(spec: ModelSpec, *, prefix: str = "model.", embed: str = "embed_tokens", norm: str | None = "norm", unit_offset: bool = False) -> list[WeightSpec]:
     """Embedding, final norm and head. A tied head shares the embedding and is set by the worker."""
-    found = [WeightSpec(("embed", "weight"), (f"{prefix}{embed}.weight",), kind="embedding")]
+    hidden, vocab, width = spec.hidden_size, spec.vocab_size, spec.embed_size or spec.hidden_size
+    found = [WeightSpec(("embed", "weight"), (f"{prefix}{embed}.weight",), ((vocab, width),), kind="embedding")]
     if norm is not None:
-        found.append(WeightSpec(("final_norm", "weight"), (f"{prefix}{norm}.weight",), kind="norm", unit_offset=unit_offset))
-        if spec.norm.kind == "layer":
-            found.append(WeightSpec(("final_norm", "bias"), (f"{prefix}{norm}.bias",), kind="norm", optional=True))
+        found += norm_weights(("final_norm",), f"{prefix}{norm}", hidden, spec.norm.kind, unit_offset=unit_offset)
     if not spec.tie_embeddings:
-        found.append(WeightSpec(("lm_head", "weight"), ("lm_head.weight",), shard="vocab", kind="linear"))
-        found.append(WeightSpec(("lm_head", "bias"), ("lm_head.bias",), shard="vocab", optional=True))
+        found.append(WeightSpec(("lm_head", "weight"), ("lm_head.weight",), ((vocab, width),), "vocab", kind="linear"))
+        found.append(WeightSpec(("lm_head", "bias"), ("lm_head.bias",), ((vocab,),), "vocab", optional=True))
     return found
 
 
-def qkv_weights(at: Path, prefix: str, attention: AttentionSpec, *, out: str = "o_proj", out_bias: bool = True) -> list[WeightSpec]:
-    """Query, key and value as one column-parallel linear, the output as a row-parallel one; biases where the checkpoint has them."""
-    heads = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
+def norm_weights(at: Path, name: str, size: int, kind: str = "rms", *, unit_offset: bool = False) -> list[WeightSpec]:
+    """A norm's weight, and the bias that layer norms have."""
+    found = [WeightSpec((*at, "weight"), (f"{name}.weight",), ((size,),), unit_offset=unit_offset, kind="norm")]
+    if kind == "layer":
+        found.append(WeightSpec((*at, "bias"), (f"{name}.bias",), ((size,),), kind="norm"))
+    return found
 
-    def names(kind: str) -> tuple[str, ...]:
-        return tuple(f"{prefix}{part}_proj.{kind}" for part in "qkv")
 
+def linear_weights(at: Path, names: tuple[str, ...], outs: tuple[int, ...], width: int, shard: Shard, *, bias: bool | None = None, heads: tuple[int, ...] = ()) -> list[WeightSpec]:
+    """One linear, or several concatenated. `bias`: True required, False none, None where the checkpoint has one."""
+    bias_shard: Shard = shard if shard in ("column", "vocab") else "none"
+    found = [WeightSpec((*at, "weight"), tuple(f"{n}.weight" for n in names), tuple((o, width) for o in outs), shard, heads=heads, kind="linear")]
+    if bias is not False:
+        shapes = tuple((o,) for o in outs)
+        found.append(WeightSpec((*at, "bias"), tuple(f"{n}.bias" for n in names), shapes, bias_shard, heads=heads, optional=bias is None))
+    return found
+
+
+def attention_weights(at: Path, prefix: str, hidden: int, a: AttentionSpec, *, out: str = "o_proj", qkv_bias: bool | None = None, out_bias: bool | None = None) -> list[WeightSpec]:
+    """Query, key and value as one column-parallel linear, the output as a row-parallel one."""
+    heads = (a.num_heads, a.num_kv_heads, a.num_kv_heads)
+    names = tuple(f"{prefix}{part}_proj" for part in "qkv")
     return [
-        WeightSpec((*at, "qkv", "weight"), names("weight"), "column", heads=heads, kind="linear"),
-        WeightSpec((*at, "qkv", "bias"), names("bias"), "column", heads=heads, optional=True),
-        WeightSpec((*at, "o", "weight"), (f"{prefix}{out}.weight",), "row", kind="linear"),
-        *([WeightSpec((*at, "o", "bias"), (f"{prefix}{out}.bias",), optional=True)] if out_bias else []),
+        *linear_weights((*at, "qkv"), names, tuple(h * a.head_dim for h in heads), hidden, "column", bias=qkv_bias, heads=heads),
+        *linear_weights((*at, "o"), (f"{prefix}{out}",), (hidden,), a.num_heads * a.head_dim, "row", bias=out_bias),
     ]
 
 
-def gated_mlp_weights(at: Path, prefix: str) -> list[WeightSpec]:
+def gated_mlp_weights(at: Path, prefix: str, hidden: int, intermediate: int, *, bias: bool | None = None) -> list[WeightSpec]:
     """gate_proj and up_proj as one column-parallel linear, down_proj as a row-parallel one."""
-    gate_up = (f"{prefix}gate_proj", f"{prefix}up_proj")
+    names = (f"{prefix}gate_proj", f"{prefix}up_proj")
     return [
-        WeightSpec((*at, "gate_up", "weight"), tuple(f"{n}.weight" for n in gate_up), "column", kind="linear"),
-        WeightSpec((*at, "gate_up", "bias"), tuple(f"{n}.bias" for n in gate_up), "column", optional=True),
-        WeightSpec((*at, "down", "weight"), (f"{prefix}down_proj.weight",), "row", kind="linear"),
-        WeightSpec((*at, "down", "bias"), (f"{prefix}down_proj.bias",), optional=True),
+        *linear_weights((*at, "gate_up"), names, (intermediate, intermediate), hidden, "column", bias=bias),
+        *linear_weights((*at, "down"), (f"{prefix}down_proj",), (hidden,), intermediate, "row", bias=bias),
     ]

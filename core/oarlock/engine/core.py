@@ -1,0 +1,163 @@
+"""`EngineCore`: the loop. Schedule, execute, update; it names no feature.
+
+Owns: the handshake's outcome, steps in flight, the judgement after a fault.
+Reads: `scheduler`, `kv`, `executor`, `messages`, `shapes`.
+Never: sees text, tensors or HTTP; knows what a step computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import replace
+
+from oarlock.config.sections import EngineConfig
+from oarlock.errors import ConfigError, EngineDead, WorkerDied
+from oarlock.executor.base import Executor, Pending
+from oarlock.kv.manager import KVCacheManager
+from oarlock.messages import Abort, EngineInfo, EngineOutput, EngineOutputs, EngineRequest, SchedulerOutput, WorkerReady
+from oarlock.model_summary import ModelSummary
+from oarlock.scheduler.scheduler import Scheduler
+from oarlock.shapes import ShapePolicy
+
+log = logging.getLogger("oarlock.engine")
+MUST_AGREE = ("capabilities", "kv_groups", "block_size", "dtype", "buckets", "op_table")
+
+
+class EngineCore:
+    """One model on one executor. Called from one thread."""
+
+    def __init__(self, config: EngineConfig, summary: ModelSummary, executor: Executor) -> None:
+        self.config, self.summary, self.executor = config, summary, executor
+        self.max_in_flight = config.scheduler.max_in_flight
+        self._in_flight: deque[tuple[SchedulerOutput, Pending]] = deque()
+        self._ready_outputs: list[EngineOutput] = []
+        self._compiles = 0
+        ready = self._handshake()
+        self.info = self._describe(ready)
+        self.scheduler = self._make_scheduler(ready)
+
+    # ------------------------------------------------------------ start
+    def _handshake(self) -> WorkerReady:
+        """Load on every rank, require equal answers, take the smallest memory."""
+        answers = self.executor.load()
+        first = answers[0]
+        for rank, other in enumerate(answers[1:], 1):
+            for name in MUST_AGREE:
+                if getattr(other, name) != getattr(first, name):
+                    raise ConfigError(f"rank {rank} differs from rank 0 in {name}: {getattr(other, name)} against {getattr(first, name)}")
+        ready = replace(
+            first,
+            num_blocks=min(a.num_blocks for a in answers),
+            num_host_blocks=min(a.num_host_blocks for a in answers),
+            max_model_len=min(a.max_model_len for a in answers),
+        )
+        for what, size, note in ready.memory_plan:
+            log.info("memory plan: %-14s %10.1f MiB  %s", what, size / 2**20, note)
+        warmup_s, programs = self.executor.start(ready.num_blocks, ready.num_host_blocks, ready.max_model_len)
+        return replace(ready, warmup_s=warmup_s, num_programs=programs)
+
+    def _make_scheduler(self, ready: WorkerReady) -> Scheduler:
+        cache = self.config.cache
+        manager = KVCacheManager(ready.kv_groups, ready.num_blocks, ready.block_size, cache.enable_prefix_caching, ready.num_host_blocks)
+        return Scheduler(self.config.scheduler, manager, ShapePolicy(ready.buckets), ready.max_model_len, self.config.model.seed)
+
+    def _describe(self, ready: WorkerReady) -> EngineInfo:
+        usable = ready.num_blocks - 1
+        return EngineInfo(
+            max_model_len=ready.max_model_len,
+            vocab_size=self.summary.vocab_size,
+            block_size=ready.block_size,
+            num_blocks=usable,
+            num_host_blocks=ready.num_host_blocks,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            device=self.executor.device_name,
+            device_text=ready.device_text,
+            dtype=ready.dtype,
+            kv_groups=ready.kv_groups,
+            max_prompt_tokens=_longest_request(ready, usable),
+            op_table=ready.op_table,
+            memory_plan=ready.memory_plan,
+            load_s=ready.load_s,
+            warmup_s=ready.warmup_s,
+            supports_host_callbacks=self.executor.supports_host_callbacks,
+        )
+
+    # ------------------------------------------------------------ requests
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; a refusal comes out of the next step."""
+        self._ready_outputs += self.scheduler.add_request(request)
+
+    def abort(self, abort: Abort) -> None:
+        """End a request or a branch; its terminal output comes out of the next step."""
+        self._ready_outputs += self.scheduler.abort(abort)
+
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        return bool(self._in_flight or self._ready_outputs) or self.scheduler.has_unfinished()
+
+    # ------------------------------------------------------------ the loop
+    def step(self) -> EngineOutputs:
+        """Launch what fits in flight, then read the oldest step.
+
+        Raises:
+            EngineDead: a fault after which the device or its state cannot be trusted.
+        """
+        started = time.monotonic()
+        outputs, self._ready_outputs = self._ready_outputs, []
+        while len(self._in_flight) < self.max_in_flight:
+            out = self.scheduler.schedule()
+            if out is None:
+                break
+            try:
+                self._in_flight.append((out, self.executor.execute(out)))
+            except Exception as fault:
+                outputs += self._step_failed(out, fault)
+                break
+        if self._in_flight:
+            outputs += self._read_oldest()
+        return EngineOutputs(tuple(outputs), self.scheduler.stats(), time.monotonic() - started, self._compiles)
+
+    def _read_oldest(self) -> list[EngineOutput]:
+        out, pending = self._in_flight.popleft()
+        try:
+            result = pending.result()
+        except Exception as fault:
+            return self._step_failed(out, fault)
+        self._compiles = result.compiles_after_warmup
+        return self.scheduler.update_from_output(out, result)
+
+    def _step_failed(self, out: SchedulerOutput, fault: Exception) -> list[EngineOutput]:
+        """Fail that step's requests; go on only if every worker passes a canary."""
+        log.error("step %d failed: %s: %s", out.step_id, type(fault).__name__, fault, exc_info=fault)
+        if isinstance(fault, WorkerDied):
+            raise EngineDead(f"a worker died: {fault}") from fault
+        outputs = self.scheduler.fail_step(out, f"the step that served this request failed: {type(fault).__name__}: {fault}")
+        try:
+            self.executor.canary()
+        except Exception as error:
+            raise EngineDead(f"step {out.step_id} failed ({fault}) and the device did not pass the check that followed: {error}") from fault
+        return outputs
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached blocks that no request holds."""
+        self.scheduler.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """End the workers; idempotent."""
+        self.executor.shutdown()
+
+
+def _longest_request(ready: WorkerReady, usable: int) -> int:
+    """Tokens (prompt and output together) that one request can hold with every block to itself, at most the context length."""
+    full = sum(1 for g in ready.kv_groups if g.window is None)
+    windows = sum(-(-g.window // ready.block_size) + 1 for g in ready.kv_groups if g.window is not None)
+    if not ready.kv_groups:
+        return ready.max_model_len
+    if full == 0:
+        return ready.max_model_len if usable >= windows else usable // len(ready.kv_groups) * ready.block_size
+    # Below its window a window group holds as many blocks as a full one.
+    everywhere = usable // len(ready.kv_groups)
+    beyond = (usable - windows) // full if usable > windows else 0
+    return min(max(everywhere, beyond) * ready.block_size, ready.max_model_len)

@@ -1,0 +1,36 @@
+"""A child dies when its parent dies, however that happens.
+
+Owns: the parent-death signal.
+Reads: nothing of ours.
+Never: kills anything but its own process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGKILL at the parent's death; where there is no such call, watch for it once a second.
+
+    Exits at once when the parent is gone already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _watch(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(1)
+    os._exit(1)

@@ -1,0 +1,111 @@
+"""The engine process: reads requests from a socket, steps, writes one message a step for all streams.
+
+Owns: the process's main loop and its end.
+Reads: `engine.core`, `engine.wire`, `executor`.
+Never: spins when idle; outlives its parent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from oarlock.engine import wire
+from oarlock.engine.parent import die_with_parent
+from oarlock.errors import EngineDead, OarlockError
+from oarlock.logs import configure_logging
+
+if TYPE_CHECKING:
+    from oarlock.engine.core import EngineCore
+
+log = logging.getLogger("oarlock.engine")
+STUCK_WAIT_MS = 5  # between looks when requests wait but nothing can be scheduled
+
+
+class EngineProcess:
+    """One core behind two sockets."""
+
+    def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
+        self.core, self.inbox, self.outbox = core, inbox, outbox
+        self.deadline: float | None = None  # of a shutdown with grace
+
+    def run(self) -> None:
+        """Serve until told to stop. Raises EngineDead when the device can no longer be trusted."""
+        core = self.core
+        while self.deadline is None or (core.has_work() and time.monotonic() < self.deadline):
+            self._receive(wait=not core.has_work())
+            if not core.has_work():
+                continue
+            outputs = core.step()
+            if outputs.outputs:
+                self.outbox.send(wire.pack(wire.OUTPUTS, outputs))
+            elif not outputs.step_s or outputs.stats.num_running == 0:
+                self.inbox.poll(STUCK_WAIT_MS)
+
+    def _receive(self, *, wait: bool) -> None:
+        """Take in everything that has arrived; block for the first message when there is nothing else to do."""
+        if wait:
+            self.inbox.poll(None)
+        while True:
+            try:
+                frame = self.inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(*wire.unpack(frame))
+
+    def _take(self, kind: bytes, body: Any) -> None:
+        if kind == wire.REQUEST:
+            self.core.add(body)
+        elif kind == wire.ABORT:
+            self.core.abort(body)
+        elif kind == wire.RESET:
+            self.core.reset_prefix_cache()
+        elif kind == wire.SHUTDOWN:
+            self.deadline = time.monotonic() + body
+
+
+def main() -> int:
+    """Entry of `python -m oarlock.engine.process PARENT_PID`, bootstrap on standard input."""
+    die_with_parent(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole group
+    config, summary, device, factory, socket = wire.load_bootstrap(sys.stdin.readline())
+    configure_logging(config.observability)
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for name, end in (("in", inbox), ("out", outbox)):
+        end.setsockopt(zmq.RCVHWM if end is inbox else zmq.SNDHWM, 0)
+        end.connect(f"ipc://{socket}/{name}")
+    executor = None
+    try:
+        from oarlock.engine.core import EngineCore
+        from oarlock.executor import make_executor
+
+        executor = make_executor(config, summary, device, factory)
+        core = EngineCore(config, summary, executor)
+        outbox.send(wire.pack(wire.READY, core.info))
+        EngineProcess(core, inbox, outbox).run()
+        code = 0
+    except OarlockError as error:
+        outbox.send(wire.pack(wire.DEAD, (type(error).__name__, str(error))))
+        code = 1
+    except Exception as error:
+        log.exception("the engine failed")
+        outbox.send(wire.pack(wire.DEAD, (EngineDead.__name__, f"{type(error).__name__}: {error}")))
+        code = 1
+    finally:
+        if executor is not None:
+            executor.shutdown()
+    context.destroy(linger=2000)
+    return code
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stderr.flush()
+    os._exit(exit_code)  # threads of libraries must not hold a finished engine

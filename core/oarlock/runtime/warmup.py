@@ -1,0 +1,90 @@
+"""Runs every program for every key that the shape policy can yield, through the serving path with the same objects.
+
+Owns: the derivation of the warm-up list (from the policy, never written by hand).
+Reads: `shapes`, the runner's programs.
+Never: touches a block other than the null block, or a row other than the null row.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from oarlock.runtime.sampling_inputs import BIAS_BUCKET
+from oarlock.shapes import StepKey
+
+
+def warm(runner: Any) -> None:
+    """Bucketed: everything. Exact: one decode step and one chunk, so that libraries choose their kernels before the first request."""
+    if runner.policy.table.is_exact:
+        step = StepKey(1, 1, 1, 1, 1), StepKey(8, 1, 1, 8, 0)
+        for key in step:
+            _step(runner, key)
+        _sampling(runner, 1)
+        return
+    keys = list(runner.policy.keys())
+    every = None
+    for key in keys:
+        every = _step(runner, key)
+        for picks in {runner.policy.table.out_rows[-1]}:
+            _run(runner, "select", {"tokens": key.tokens, "picks": picks}, {"all": every["all"]})
+    for rows in sorted({key.rows for key in keys} | {runner.policy.table.out_rows[-1]}):
+        _sampling(runner, rows)
+    _blocks(runner)
+
+
+def _zeros(runner: Any, name: str, axes: dict[str, int]) -> dict[str, np.ndarray]:
+    spec = runner.programs[name]
+    return {n: np.zeros(prod(shape), np.int32).reshape(shape) for n, shape in spec.inputs(spec.key(**axes)).items()}
+
+
+def _run(runner: Any, name: str, axes: dict[str, int], device_inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    host = _zeros(runner, name, axes)
+    if "rows" in host:
+        host["rows"] = np.full(host["rows"].shape, runner.null_row, np.int32)
+    if "source" in host:
+        host["source"] = np.full(host["source"].shape, runner.null_row, np.int32)
+    return runner.run(name, axes, host, device_inputs)
+
+
+def _step(runner: Any, key: StepKey) -> dict[str, Any]:
+    return _run(runner, "forward", {name: getattr(key, name) for name in StepKey.__slots__})
+
+
+def _sampling(runner: Any, rows: int) -> None:
+    spec_hidden = torch.zeros(rows, runner.model.hidden_size, dtype=runner.model.dtype, device=runner.device.torch_device)
+    logits = _run(runner, "head", {"rows": rows}, {"hidden": spec_hidden})["logits"]
+    tokens = _run(runner, "greedy", {"rows": rows}, {"logits": logits})["tokens"]
+    _run(runner, "sample", {"rows": rows, "bias": 0, "mask": 0, "history": 0}, {"logits": logits})
+    if runner.policy.table.is_exact:
+        return
+    width = runner.history_width(1)
+    _run(runner, "sample", {"rows": rows, "bias": BIAS_BUCKET, "mask": 1, "history": width}, {"logits": logits})
+    for top in {runner.top_bucket(0)} | ({runner.model.vocab_size} if runner.limits.max_logprobs < 0 else set()):
+        _run(runner, "logprobs", {"rows": rows, "picks": rows, "top": top}, {"logits": logits, "sampled": tokens})
+
+
+def _blocks(runner: Any) -> None:
+    for size in {*runner.copy_sizes(1)}:
+        got = _run(runner, "gather_blocks", {"copies": size})["blocks"]
+        _run(runner, "block_copy", {"copies": size})
+        _run(runner, "scatter_blocks", {"copies": size}, {"blocks": got})
+    width = runner.history_width(1)
+    _run(runner, "load_history", {"rows": 1, "history": width})
+
+
+@torch.no_grad()
+def canary(runner: Any) -> None:
+    """One padded step and its head: finite numbers prove that programs, weights and state still serve.
+
+    Raises:
+        RuntimeError: the head gave something else.
+    """
+    key = StepKey(1, 1, 1, 1, 1) if runner.policy.table.is_exact else next(iter(runner.policy.keys()))
+    hidden = _step(runner, key)["hidden"]
+    logits = _run(runner, "head", {"rows": key.rows}, {"hidden": hidden})["logits"]
+    if not bool(torch.isfinite(runner.device.to_host(logits)).all()):
+        raise RuntimeError("the canary step gave numbers that are not finite")

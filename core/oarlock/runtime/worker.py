@@ -1,0 +1,281 @@
+"""`Worker`: one rank. Makes the device, the ops, the model and the runner, and answers the engine.
+
+Owns: weights, KV tensors, compiled programs (through its runner).
+Reads: `config`, `model_summary`, `memory_plan`, `plugins`, `backend_api.runtime`.
+Never: names a device; decides what runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+import oarlock.runtime.reference  # noqa: F401  registers core's ops
+from oarlock.backend_api.runtime import Attention, AttentionParams, Communicator, Device, DistributedCommunicator, EagerRunner, GraphRunner, IdentityCommunicator, Ops, bind_ops
+from oarlock.backend_api.runtime.ops import resolve
+from oarlock.config.resolve import token_budget
+from oarlock.config.sections import EngineConfig
+from oarlock.errors import ConfigError, PluginError, UnsupportedByBackend
+from oarlock.memory_plan import MemoryNeeds, MemoryPlan, plan_memory
+from oarlock.messages import SchedulerOutput, WorkerReady
+from oarlock.model_summary import ModelSummary
+from oarlock.plugins import collect, worker_plugins
+from oarlock.runtime.layers.rope import rope_table
+from oarlock.runtime.loader import open_checkpoint, progress
+from oarlock.runtime.model_runner import ModelRunner, RunnerLimits
+from oarlock.runtime.models import build_model
+from oarlock.runtime.pending import PendingStep
+from oarlock.runtime.programs import index_update_in_place
+from oarlock.runtime.reference.attention import FunctionalReferenceAttention, ReferenceAttention
+from oarlock.runtime.warmup import canary
+from oarlock.runtime.weights import WeightLoader
+from oarlock.shapes import BucketTable, ShapePolicy
+
+log = logging.getLogger("oarlock.worker")
+DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"}
+
+
+def choose_dtype(asked: str, checkpoint: str, device: Device) -> str:
+    """The model's dtype. `auto`: the checkpoint's if the device is fast in it, else the device's preferred one.
+
+    Raises:
+        UnsupportedByBackend: the device does not compute in the dtype that was asked for.
+    """
+    caps = device.capabilities
+    if asked != "auto":
+        name = DTYPES[asked]
+        if name not in caps.dtypes:
+            raise UnsupportedByBackend(f"--dtype {asked}: {device.describe()} computes in {', '.join(caps.dtypes)}")
+        return name
+    fast = caps.fast_dtypes or caps.dtypes
+    chosen = checkpoint if checkpoint in fast else caps.dtypes[0]
+    log.info("dtype auto: %s (the checkpoint is in %s; the device is fast in %s)", chosen, checkpoint, ", ".join(fast))
+    return chosen
+
+
+class Worker:
+    """Created inside the process (or thread) that computes. Calls come from one thread."""
+
+    def __init__(self, config: EngineConfig, summary: ModelSummary, device_name: str, factory: str, rank: int = 0, size: int = 1, rendezvous: str = "") -> None:
+        self.config, self.summary, self.device_name = config, summary, device_name
+        self.rank, self.size, self.rendezvous = rank, size, rendezvous
+        self.device: Device = resolve(factory)(rank, {"threads": config.device.threads, "ranks": size})
+        self.runner: ModelRunner | None = None
+
+    # ------------------------------------------------------------ start
+    def load(self) -> WorkerReady:
+        """Verify the device, load the model, plan the memory.
+
+        Raises:
+            ConfigError, ModelError, UnsupportedByBackend, PluginError: what cannot be honoured, and why.
+        """
+        started = time.monotonic()
+        self.device.activate()
+        with self.device.context(), torch.no_grad():
+            self.device.verify()
+            self.device.seed(self.config.model.seed)
+            self._choose_parts()
+            free, total = self._memory()
+            self._build()
+            self.plan = self._plan(free, total)
+        caps = self.device.capabilities
+        return WorkerReady(
+            capabilities=caps,
+            kv_groups=self.model.groups,
+            block_size=self.block_size,
+            num_blocks=self.plan.num_blocks,
+            num_host_blocks=self.plan.num_host_blocks,
+            max_model_len=self.plan.max_model_len,
+            dtype=self.dtype_name,
+            device_text=self.device.describe(),
+            buckets=self._buckets(),
+            op_table=(*self.ops.table, ("paged_attention", self.attention_name, self.attention_rejected)),
+            memory_plan=(*self.plan.rows, ("limit", 0, self.plan.limit)),
+            threads=torch.get_num_threads(),
+            load_s=time.monotonic() - started,
+        )
+
+    def _choose_parts(self) -> None:
+        """dtype, block size, communicator, graph runner and ops: everything chosen among plugins, once."""
+        caps = self.device.capabilities
+        self.plugins = worker_plugins(self.device_name)
+        self.dtype_name = choose_dtype(self.config.model.dtype, self.summary.dtype, self.device)
+        self.dtype = getattr(torch, self.dtype_name)
+        asked = self.config.cache.block_size
+        if asked is not None and asked not in caps.block_sizes:
+            raise UnsupportedByBackend(f"--block-size {asked}: {self.device.describe()} takes {', '.join(map(str, sorted(caps.block_sizes)))}")
+        self.block_size = asked or caps.block_sizes[0]
+        self.comm = self._communicator()
+        runner = _best(collect(self.plugins, "graph_runner", device=self.device), "graph runner", device=self.device)
+        self.graph: GraphRunner = resolve(runner.factory)(self.device) if runner else EagerRunner(self.device)
+        self.ops: Ops = bind_ops(collect(self.plugins, "kernels", device=self.device), self.dtype_name)
+        if caps.kv_update == "in_place":
+            self.ops.index_update = index_update_in_place
+        self.attention_name, self.attention_rejected = "reference", ""
+
+    def _communicator(self) -> Communicator:
+        if self.size == 1:
+            return IdentityCommunicator(0, 1)
+        spec = _best(collect(self.plugins, "communicator", device=self.device), "communicator", device=self.device)
+        if spec is not None:
+            return resolve(spec.factory)(self.rank, self.size)
+        names = self.device.capabilities.collectives
+        if not names:
+            raise UnsupportedByBackend(f"--tensor-parallel-size {self.size}: {self.device.describe()} declares no collectives; use 1")
+        return DistributedCommunicator(self.rank, self.size, names[0], self.rendezvous)
+
+    def make_attention(self, params: AttentionParams, kind: str) -> Attention:
+        """The attention implementation for one KV cache group: the supported one of highest priority, else the reference."""
+        chosen, rejected = None, []
+        facts = {
+            "kind": kind,
+            "head_dim": params.head_dim,
+            "num_heads": params.num_heads,
+            "num_kv_heads": params.num_kv_heads,
+            "dtype": self.dtype_name,
+            "block_size": self.block_size,
+            "window": params.window,
+            "softcap": params.softcap,
+        }
+        for spec in sorted(collect(self.plugins, "attention", device=self.device), key=lambda s: -s.priority):
+            support = spec.supports(**facts)
+            if not support.ok:
+                rejected.append(f"{spec.name}: {'; '.join(support.reasons)}")
+            elif chosen is None:
+                chosen = spec
+            elif spec.priority == chosen.priority:
+                raise PluginError(f"attention {chosen.name} and {spec.name} have equal priority {spec.priority}; remove one package")
+        self.attention_rejected = " | ".join(rejected)
+        if chosen is not None:
+            self.attention_name = chosen.name
+            return resolve(chosen.factory)(self.block_size, self.dtype, params)
+        functional = self.device.capabilities.kv_update == "functional"
+        return (FunctionalReferenceAttention if functional else ReferenceAttention)(self.block_size, self.dtype, params)
+
+    def _build(self) -> None:
+        """Model and weights."""
+        self.model, specs = build_model(self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype)
+        checkpoint = open_checkpoint(self.summary, self.config.model)
+        try:
+            loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare.get("linear"))
+            self.weights = loader.load(specs, lambda s: progress(s, "loading weights", self.rank))
+            self.weight_bytes = loader.bytes
+        finally:
+            checkpoint.close()
+        if "lm_head" not in self.weights:
+            tied = self.weights["embed"]["weight"]
+            prepare = self.ops.prepare.get("linear")
+            self.weights["lm_head"] = {"weight": prepare(tied) if prepare else tied}
+            self.weight_bytes += tied.numel() * tied.element_size() if prepare else 0
+        length = self.summary.max_model_len
+        tables = {name: rope_table(spec, length) for name, spec in self.model.spec.rope.items()}
+        self.weights["rope"] = {name: self.device.place(f"rope.{name}", table, "none") for name, table in tables.items()}
+
+    # ------------------------------------------------------------ memory and shapes
+    def _memory(self) -> tuple[int, int]:
+        try:
+            return self.device.memory_info()
+        except NotImplementedError:
+            if self.config.cache.kv_cache_bytes is None and self.config.cache.num_blocks_override is None:
+                raise ConfigError(f"{self.device.describe()} cannot tell its free memory; give --kv-cache-memory or --num-blocks-override") from None
+            return 1 << 62, 1 << 62
+
+    def _buckets(self) -> BucketTable:
+        caps, s = self.device.capabilities, self.config.scheduler
+        longest = -(-self.plan.max_model_len // self.block_size)
+        found = self.device.buckets(s.max_num_seqs, token_budget(s, self.plan.max_model_len), longest)
+        if not caps.dynamic_shapes and not found:
+            raise PluginError(f"{self.device_name} declares dynamic_shapes=False and gives no buckets()")
+        return BucketTable(**found)
+
+    def _plan(self, free: int, total: int) -> MemoryPlan:
+        cache, s, caps = self.config.cache, self.config.scheduler, self.device.capabilities
+        budget = token_budget(s, self.summary.max_model_len)
+        item = torch.empty((), dtype=self.dtype).element_size()
+        shapes = self.model.attentions[0].kv_layout(2)
+        per_tensor = sum(torch.Size(shape).numel() // 2 for shape in shapes) * item
+        tensors = max(len(g.layers) for g in self.model.groups)
+        needs = MemoryNeeds(
+            weights_bytes=self.weight_bytes,
+            activation_bytes=self._activation_bytes(budget, item),
+            program_bytes=0,
+            bytes_per_block=per_tensor * tensors,
+            block_size=self.block_size,
+            available_bytes=free // (self.size if caps.host_is_device else 1),
+            total_bytes=total,
+            host_is_device=caps.host_is_device,
+            groups=self.model.groups,
+        )
+        swap = cache.swap_space_bytes if cache.swap_space_bytes is not None else caps.default_swap_bytes
+        return plan_memory(
+            needs,
+            max_num_seqs=s.max_num_seqs,
+            max_model_len=self.summary.max_model_len,
+            fit_model_len=self.config.model.max_model_len == -1,
+            chunk_tokens=min(budget, self.summary.max_model_len),
+            num_blocks_override=cache.num_blocks_override,
+            kv_cache_bytes=cache.kv_cache_bytes,
+            utilization=cache.device_memory_utilization,
+            swap_bytes=swap,
+        )
+
+    def _activation_bytes(self, budget: int, item: int) -> int:
+        """An upper estimate of a step's temporaries: the widest layer's inputs and outputs, and the sampler's float32 rows."""
+        s = self.summary
+        width = 4 * s.hidden_size + max(3 * s.intermediate_size, 2 * (s.num_heads + 2 * s.num_kv_heads) * s.head_dim)
+        rows = min(self.config.scheduler.max_num_seqs, budget)
+        return budget * width * item + min(rows, 64) * s.vocab_size * 4 * 8
+
+    def start(self, num_blocks: int, num_host_blocks: int, max_model_len: int) -> tuple[float, int]:
+        """Allocate the KV cache with the agreed sizes and warm up. Returns (seconds, programs)."""
+        started = time.monotonic()
+        limits = RunnerLimits(self.config.scheduler.max_num_seqs, max_model_len, num_blocks, num_host_blocks, self.config.model.max_logprobs)
+        with self.device.context():
+            self.runner = ModelRunner(self.device, self.graph, self.model, self.weights, self.ops, ShapePolicy(self._buckets()), limits, self.dtype)
+            self.runner.warmup()
+            self.device.synchronise()
+        return time.monotonic() - started, len(self.runner.compiled)
+
+    # ------------------------------------------------------------ serving
+    def execute(self, out: SchedulerOutput) -> PendingStep:
+        """Launch one step."""
+        assert self.runner is not None
+        with self.device.context():
+            return self.runner.execute(out)
+
+    def read(self, pending: PendingStep) -> Any:
+        """Wait for a launched step."""
+        with self.device.context():
+            return pending.result()
+
+    def canary(self) -> None:
+        """After a fault: prove that the device and its state still work.
+
+        Raises:
+            RuntimeError: they do not; the engine must end.
+        """
+        with self.device.context():
+            self.device.verify()
+            canary(self.runner)
+
+    def close(self) -> None:
+        """Drop everything large and leave the process group."""
+        self.runner = None
+        self.weights = {}
+        if getattr(self, "comm", None) is not None:
+            self.comm.close()
+
+
+def _best(specs: list[Any], what: str, **facts: Any) -> Any | None:
+    """The supported spec of highest priority, None when there is none.
+
+    Raises:
+        PluginError: two have equal priority.
+    """
+    fit = sorted((s for s in specs if s.supports(**facts).ok), key=lambda s: -s.priority)
+    if len(fit) > 1 and fit[0].priority == fit[1].priority:
+        raise PluginError(f"{what} {fit[0].name} and {fit[1].name} have equal priority {fit[0].priority}; remove one package")
+    return fit[0] if fit else None
