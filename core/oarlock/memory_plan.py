@@ -1,7 +1,7 @@
 """The memory plan: how many KV blocks there are, computed from measured bytes before anything large is allocated.
 
 Owns: `plan_memory`, the printed table, what the host has left (cgroup limits included).
-Reads: `errors`, `kv_spec`.
+Reads: `errors`, `kv_spec`, `model_summary`.
 Never: allocates; asks a device (the caller measures).
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from oarlock.errors import ConfigError
 from oarlock.kv_spec import KVGroup
+from oarlock.model_summary import ModelSummary
 
 DEFAULT_UTILIZATION = 0.9  # of an accelerator's whole memory
 HOST_KV_SHARE = 0.4  # of what is left, where the device's memory is the host's
@@ -29,7 +30,7 @@ class MemoryNeeds:
     bytes_per_block: int  # one block in every layer tensor of the pool, the device's padding included
     block_size: int  # tokens
     available_bytes: int  # free for this worker before anything of it was loaded; workers that share the memory get a part each
-    total_bytes: int  # of the device; the host's limit where host_is_device
+    total_bytes: int  # of the device; the host's limit where host_is_device, a part each likewise
     host_is_device: bool
     groups: tuple[KVGroup, ...] = ()  # (): one group of full attention
 
@@ -96,6 +97,16 @@ def plan_memory(
         ("available", needs.available_bytes, f"of {gib(needs.total_bytes)}"),
     ]
     return MemoryPlan(num_blocks, num_host_blocks, max_model_len, limit, tuple(rows))
+
+
+def activation_bytes(summary: ModelSummary, budget: int, max_num_seqs: int, item: int) -> int:
+    """An upper estimate of a step's temporaries: the widest layer's inputs and outputs, and the sampler's float32 rows.
+
+    `budget` is the most tokens of a step, `item` the bytes of one value.
+    """
+    attention = 2 * (summary.num_heads + 2 * summary.num_kv_heads) * summary.head_dim
+    width = 4 * summary.hidden_size + max(3 * summary.intermediate_size, attention)
+    return budget * width * item + min(max_num_seqs, budget, 64) * summary.vocab_size * 4 * 8
 
 
 def _kv_budget(

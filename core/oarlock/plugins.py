@@ -82,7 +82,7 @@ def _load(entry: Any) -> FoundPlugin:
         devices = tuple(collect(manager, "devices")) if entry.group == DEVICE_GROUP else ()
         _validate(devices, module, distribution, is_device=entry.group == DEVICE_GROUP)
         return FoundPlugin(**found, module=module, devices=devices)
-    except Exception as error:  # whatever a stranger's module does at import is recorded, and must not end us
+    except Exception as error:  # noqa: BLE001 - whatever a stranger's module does at import is recorded, and must not end us
         first = str(error).strip().splitlines()[:1]
         return FoundPlugin(**found, error=f"{type(error).__name__}: {first[0] if first else ''}".rstrip(": "), detail=traceback.format_exc())
 
@@ -138,7 +138,7 @@ def _probe(plugin: FoundPlugin, spec: DeviceSpec) -> DeviceRow:
             result = spec.probe()
             if not isinstance(result, ProbeResult):
                 result = ProbeResult("error", f"its probe answered {type(result).__name__} instead of ProbeResult", f"upgrade {plugin.distribution}")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a probe never ends us
             result = ProbeResult("error", f"its probe raised {type(error).__name__}: {error}", "oarlock doctor shows more")
     probe_ms = (time.perf_counter() - started) * 1000
     return DeviceRow(spec.name, plugin.distribution, plugin.version, spec.api_version, result, spec.priority, spec, probe_ms, bool(problem))

@@ -59,7 +59,7 @@ def _dashed(argument: str) -> str:
 
 def make_parser(prog: str = "oarlock serve", *, offline: bool = False, positional: bool = True) -> Parser:
     """A parser of every option (`offline`: of those that `LLM(...)` takes too), with an optional MODEL in front."""
-    parser = Parser(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(prog=prog, usage=f"{prog} [MODEL] [options]", allow_abbrev=False, argument_default=argparse.SUPPRESS)
     if positional:
         parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="hub name, folder or .gguf file; the same as --model")
     groups: dict[str, Any] = {}

@@ -42,7 +42,7 @@ def unknown(name: str, origin: Origin) -> str:
         text = ELSEWHERE[bare].replace("{max-model-len}", spelling("max-model-len", origin))
         return f"{spelling(bare, origin)}: {text}"
     known = list(BY_NAME) + [f"no-{o.name}" for o in OPTIONS if o.kind == "bool" and origin == "cli"]
-    near = difflib.get_close_matches(bare, known, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(bare, known, n=1, cutoff=0.8) or difflib.get_close_matches(bare, known, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(spelling(n, origin) for n in near)}?" if near else ""
     where = "" if near else "; oarlock serve --help lists them all" if origin == "cli" else "; docs/flags.md lists them all"
     return f"unknown option {spelling(bare, origin)}{hint}{where}"

@@ -1,0 +1,89 @@
+"""`oarlock COMMAND …`: find the command, import only its module, turn deliberate errors into one line.
+
+Owns: the list of commands, exit codes (0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted).
+Reads: `errors`.
+Never: imports a command before it is asked for; prints a traceback unless OARLOCK_TRACEBACK is set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import oarlock
+from oarlock.errors import ConfigError, OarlockError
+
+# name -> ("module:function", one line). The function takes the arguments after the command and returns an exit code.
+# A command whose module is not there yet is neither listed nor found.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("oarlock.cli.serve:main", "serve a model over the OpenAI API"),
+    "chat": ("oarlock.cli.chat:main", "talk to a model in the terminal"),
+    "complete": ("oarlock.cli.complete:main", "complete a text in the terminal"),
+    "bench": ("oarlock.cli.bench:main", "measure a server, or a model offline"),
+    "run-batch": ("oarlock.cli.run_batch:main", "answer a file of requests"),
+    "devices": ("oarlock.cli.devices:main", "list devices, and why each can or cannot be used"),
+    "doctor": ("oarlock.cli.doctor:main", "examine the installation and one device closely"),
+    "plan": ("oarlock.cli.plan:main", "print the memory plan of a model without loading it"),
+    "conformance": ("oarlock.cli.conformance:main", "test a device against the conformance kit"),
+    "new-backend": ("oarlock.cli.new_backend:main", "write the skeleton of a backend"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"oarlock {oarlock.__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in available():
+        print(f"oarlock: {_unknown(name)}", file=sys.stderr)
+        return 2
+    module, _, function = COMMANDS[name][0].partition(":")
+    return run(lambda: getattr(importlib.import_module(module), function)(rest), f"oarlock {name}")
+
+
+def run(command: Callable[[], int | None], prog: str) -> int:
+    """Run a command; errors that were raised on purpose end as one line on stderr."""
+    try:
+        return command() or 0
+    except OarlockError as error:
+        if os.environ.get("OARLOCK_TRACEBACK"):
+            raise
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `oarlock devices | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def available() -> list[str]:
+    """Commands whose module exists. Looks for files; imports nothing but the package `oarlock.cli`."""
+    return [name for name, (target, _) in COMMANDS.items() if importlib.util.find_spec(target.partition(":")[0]) is not None]
+
+
+def usage() -> str:
+    lines = ["usage: oarlock COMMAND [arguments]", "", f"Oarlock {oarlock.__version__}: LLM inference on any device.", ""]
+    lines += [f"  {name:<12} {COMMANDS[name][1]}" for name in available()]
+    return "\n".join([*lines, "", "oarlock COMMAND --help says more; oarlock --version prints the version."])
+
+
+def _unknown(name: str) -> str:
+    what = "option" if name.startswith("-") else "command"
+    near = difflib.get_close_matches(name, available(), n=1)
+    if near:
+        return f"unknown {what} {name}; did you mean {near[0]}?"
+    return f"unknown {what} {name}; commands are {', '.join(available())}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
