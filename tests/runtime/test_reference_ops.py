@@ -3,10 +3,9 @@
 import inspect
 import math
 
+import oarlock.runtime.reference  # noqa: F401  registers the ops
 import pytest
 import torch
-
-import oarlock.runtime.reference  # noqa: F401  registers the ops
 from oarlock.backend_api.runtime import bind_ops, registry
 
 OPS = bind_ops([], "float32")

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from oarlock.backend_api.runtime import AttentionParams, registry
 from oarlock.runtime.reference import FunctionalReferenceAttention, ReferenceAttention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DYNAMIC = {"nonzero", "_local_scalar_dense", "item", "masked_select", "unique", "_unique2", "bincount", "is_nonzero", "equal", "repeat_interleave"}
 

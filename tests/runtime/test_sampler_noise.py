@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from scipy import stats
-
 from oarlock.runtime.reference.sampling import GREEDY_BELOW, greedy, gumbel_noise, sample, threefry, uniform
+from scipy import stats
 
 
 def words(*values: int) -> list[torch.Tensor]:
