@@ -73,7 +73,7 @@ class AsyncLLM:
         Raises, at any time:
             RequestError, WorkerError, EngineDead: the request failed in the engine, its step failed, the engine ended.
         """
-        if stream:
+        if stream and isinstance(params, SamplingParams):
             _check_streamable(params)
         self._check_open()
         arguments = (prompt, params, request_id)

@@ -1,0 +1,474 @@
+"""`LLM`: the offline API. An engine in this process, and lists of prompts run through it.
+
+Owns: the loop that feeds an in-process engine, and the order of results.
+Reads: `config`, `model_summary`, `frontend`, `engine.launch`.
+Never: installs a signal handler, starts a server, or runs a prompt before all of them are known to be valid.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from oarlock.config.sections import EngineConfig
+from oarlock.errors import EngineDead, InvalidParameter, NotBuilt, OarlockError, QueueFull
+from oarlock.frontend.collect import Collector
+from oarlock.frontend.inputs import InputLimits, InputProcessor, default_sampling_fields
+from oarlock.frontend.outputs import CompletionOutput, Logprob, OutputProcessor, RequestMetrics, RequestOutput, exception_for
+from oarlock.frontend.prompt_forms import conversation_list, naming, plain_messages, prompt_list
+from oarlock.messages import EngineOutputs, EngineRequest, SchedulerStats
+from oarlock.model_summary import ModelSummary
+from oarlock.sampling_params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from oarlock.async_llm import AsyncLLM
+    from oarlock.engine.client import InProcessClient
+
+__all__ = ["LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "Logprob", "Metric", "RequestMetrics", "RequestOutput"]
+
+log = logging.getLogger("oarlock.llm")
+DRAIN_STEPS = 1000  # steps in which an engine must be idle again once every request is aborted
+TOKENIZER_NEEDS = ("encode", "decode", "token_bytes", "make_stream", "vocab_size", "eos_token_id", "bos_token_id")
+Prepared = tuple[EngineRequest, str | None]
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam."""
+
+    tokens: list[int]  # prompt and generated
+    text: str | None  # prompt and generated; None when the tokenizer is off
+    cum_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
+class Metric:
+    """One number about the engine. Counters are since start."""
+
+    name: str
+    kind: str  # "counter" or "gauge"
+    value: float
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+class _Inbox:
+    """Where the client leaves outputs. It knows nothing of the LLM, so that `del llm` frees everything at once."""
+
+    def __init__(self, client: InProcessClient) -> None:
+        self.outputs: deque[EngineOutputs] = deque()
+        self.dead: str | None = None
+        self.stats = SchedulerStats()
+        client.on_outputs = self.put
+        client.on_dead = self.die
+
+    def put(self, outputs: EngineOutputs) -> None:
+        self.stats = outputs.stats
+        self.outputs.append(outputs)
+
+    def die(self, reason: str) -> None:
+        self.dead = reason
+
+
+class LLM:
+    """A model in this process. `LLM(model, **options)`: every option of `oarlock serve` that is not the server's, with underscores.
+
+    Calls from several threads run one after another. A context manager; `close()` and `del` free everything.
+
+    Raises:
+        TypeError: an unknown option. ConfigError, ModelError, PluginError: what cannot be honoured, and why.
+    """
+
+    def __init__(self, model: str | None = None, tokenizer: str | None = None, **options: Any) -> None:
+        from oarlock.config.resolve import from_kwargs
+        from oarlock.engine.launch import launch_inprocess
+        from oarlock.frontend.tokenizer import load_tokenizer
+        from oarlock.model_summary import load_summary
+
+        if tokenizer is not None:
+            options["tokenizer"] = tokenizer
+        resolved = from_kwargs(model, **options)
+        for warning in resolved.warnings:
+            log.warning("%s", warning)
+        config = resolved.engine
+        summary = load_summary(config.model)
+        loaded = None if config.model.skip_tokenizer_init else load_tokenizer(summary, config.model)
+        self._attach(launch_inprocess(config, summary), summary, loaded, config)
+
+    @classmethod
+    def from_client(cls, client: InProcessClient, summary: ModelSummary, tokenizer: Any | None, config: EngineConfig | None = None) -> LLM:
+        """An LLM over an engine that is already there; it is shut down with the LLM."""
+        llm = cls.__new__(cls)
+        llm._attach(client, summary, tokenizer, config)
+        return llm
+
+    def _attach(self, client: InProcessClient, summary: ModelSummary, tokenizer: Any | None, config: EngineConfig | None) -> None:
+        self.config = config
+        self.summary = summary
+        self._client = client
+        self._finalizer = weakref.finalize(self, client.shutdown)
+        self._inbox = _Inbox(client)
+        self._limits = InputLimits() if config is None else InputLimits.make(config.model)
+        self._lock = threading.Lock()
+        self._runner: int | None = None  # the thread that is generating
+        self._num_requests = 0
+        self._totals = {"prompt": 0, "generated": 0, "finished": 0}
+        self._use_tokenizer(tokenizer)
+
+    def _use_tokenizer(self, tokenizer: Any | None) -> None:
+        self.tokenizer = tokenizer
+        self._template: Any = None
+        self._processor = InputProcessor(self._client.info, tokenizer, self.summary, self._limits)
+        self._outputs = OutputProcessor(tokenizer, self._client.abort)
+
+    # ---------------------------------------------------------------- generation
+    def generate(
+        self,
+        prompts: Any = None,  # one prompt or a list: str, token ids, {"prompt": ...}, {"prompt_token_ids": ...}
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,  # None: the checkpoint's defaults
+        prompt_token_ids: Any = None,  # instead of prompts, or beside them: one list of ids, or one for each prompt
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        *,
+        inputs: Any = None,  # older name of prompts
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Results in the order of the prompts. All prompts are checked before any runs.
+
+        A request that fails while it runs has finish_reason "error" and `.error`; the others finish. If all fail, the first error is raised.
+
+        Raises:
+            RequestError (mostly ValueErrors too): a prompt or parameter is not valid; with several prompts the message names its index.
+            EngineDead: the engine has ended.
+        """
+        self._refuse_lora(lora_request)
+        if inputs is not None:
+            if prompts is not None:
+                raise InvalidParameter("inputs is the older name of prompts; give one of them.", param="inputs")
+            prompts = inputs
+        every = prompt_list(prompts, prompt_token_ids)
+        params = self._params_for(sampling_params, len(every))
+        return self._run(self._prepare(every, params, priority), use_tqdm)
+
+    def chat(
+        self,
+        messages: Any,  # one conversation (a list of {"role", "content"}), or a list of them
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        chat_template: str | None = None,  # the template itself or its file; None: the model's
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,  # passed to the template
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` for conversations, by the model's chat template. Raises as `generate` does."""
+        self._refuse_lora(lora_request)
+        template = self._chat_template(chat_template)
+        conversations = conversation_list(messages)
+        params = self._params_for(sampling_params, len(conversations))
+        texts = []
+        for index, conversation in enumerate(conversations):
+            with naming(index, len(conversations), "conversation"):
+                settings = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message, "tools": tools}
+                texts.append(template.render(plain_messages(conversation), **settings, **(chat_template_kwargs or {})))
+        return self._run(self._prepare(texts, params, None, add_special_tokens=False, param="messages"), use_tqdm)
+
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams, lora_request: None = None, use_tqdm: bool | Callable[..., Any] = False
+    ) -> list[BeamSearchOutput]:
+        """For each prompt its `beam_width` best continuations. Raises as `generate` does."""
+        self._refuse_lora(lora_request)
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidParameter(f"params is of type {type(params).__name__}; give a BeamSearchParams.", param="params")
+        every = prompt_list(prompts, None)
+        results = self._run(self._prepare(every, [params.to_sampling_params()] * len(every), None), use_tqdm)
+        return [BeamSearchOutput([self._beam(result, choice) for choice in result.outputs]) for result in results]
+
+    def _beam(self, result: RequestOutput, choice: CompletionOutput) -> BeamSearchSequence:
+        tokens = result.prompt_token_ids + choice.token_ids
+        text = None if self.tokenizer is None else self.tokenizer.decode(result.prompt_token_ids) + choice.text
+        return BeamSearchSequence(tokens, text, choice.cumulative_logprob, choice.logprobs, choice.finish_reason, choice.stop_reason)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses without sampling_params: the checkpoint's generation_config over our own defaults."""
+        source = "auto" if self.config is None else self.config.model.generation_config
+        return SamplingParams(**default_sampling_fields(self.summary, source))
+
+    # ---------------------------------------------------------------- the rest of the public surface
+    def get_tokenizer(self) -> Any:
+        """The tokenizer; None under skip_tokenizer_init."""
+        return self.tokenizer
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use another tokenizer from now on, such as one that `frontend.tokenizer.load_tokenizer` made."""
+        missing = [name for name in TOKENIZER_NEEDS if not hasattr(tokenizer, name)]
+        if missing:
+            raise InvalidParameter(f"the tokenizer of type {type(tokenizer).__name__} has no {', '.join(missing)}.", param="tokenizer")
+        with self._exclusive():
+            self._use_tokenizer(tokenizer)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block; True, as nothing runs between calls."""
+        with self._exclusive():
+            self._client.reset_prefix_cache()
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of the engine's counters, by the names of the /metrics page."""
+        stats, totals = self._inbox.stats, self._totals
+        gauges = {
+            "vllm:num_requests_running": stats.num_running,
+            "vllm:num_requests_waiting": stats.num_waiting,
+            "vllm:kv_cache_usage_perc": stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0,
+        }
+        counters = {
+            "vllm:num_preemptions": stats.num_preemptions,
+            "vllm:prefix_cache_queries": stats.prefix_queries,
+            "vllm:prefix_cache_hits": stats.prefix_hits,
+            "vllm:prompt_tokens": totals["prompt"],
+            "vllm:generation_tokens": totals["generated"],
+            "vllm:request_success": totals["finished"],
+        }
+        rows = [("gauge", gauges), ("counter", counters)]
+        return [Metric(name, kind, float(value)) for kind, table in rows for name, value in table.items()]
+
+    def close(self) -> None:
+        """End the engine and free what it holds; idempotent. The LLM cannot be used afterwards."""
+        self._finalizer()
+
+    shutdown = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- before a run
+    @staticmethod
+    def _refuse_lora(lora_request: object) -> None:
+        if lora_request is not None:
+            raise NotBuilt("lora_request: this version has no LoRA adapters; merge the adapter into the checkpoint, or leave it out.")
+
+    def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None:
+            return [self.get_default_sampling_params()] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise InvalidParameter(f"sampling_params is of type {type(given).__name__}; give one SamplingParams or a list.", param="sampling_params")
+        if len(given) != count:
+            raise InvalidParameter(f"{len(given)} sampling_params for {count} prompts; give one, or as many as prompts.", param="sampling_params")
+        return list(given)
+
+    def _prepare(
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams],
+        priority: Sequence[int] | None,
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+    ) -> list[Prepared]:
+        """Every prompt as a request, or the first error, with the prompt's index when there are several."""
+        if priority is not None:
+            if len(priority) != len(prompts):
+                raise InvalidParameter(f"{len(priority)} priorities for {len(prompts)} prompts; give one for each.", param="priority")
+            if self.config is not None and self.config.scheduler.policy != "priority" and any(priority):
+                raise InvalidParameter('priority has no effect under scheduling_policy "fcfs"; make the LLM with "priority".', param="priority")
+        prepared = []
+        for index, prompt in enumerate(prompts):
+            with naming(index, len(prompts), "prompt"):
+                prepared.append(
+                    self._processor.make_request(
+                        prompt,
+                        params[index],
+                        str(self._num_requests),
+                        priority=priority[index] if priority is not None else 0,
+                        add_special_tokens=add_special_tokens,
+                        param=param,
+                    )
+                )
+            self._num_requests += 1
+        return prepared
+
+    def _chat_template(self, given: str | None) -> Any:
+        from oarlock.frontend.chat import load_chat_template, missing_template
+
+        if self.tokenizer is None:
+            raise InvalidParameter("chat needs a tokenizer, which skip_tokenizer_init turned off; use generate with token ids.", param="messages")
+        if given is not None:
+            return load_chat_template(given, self.tokenizer, self.summary)
+        if self._template is None:
+            self._template = load_chat_template(None, self.tokenizer, self.summary)
+        if self._template is None:
+            raise missing_template(self.summary.path)
+        return self._template
+
+    # ---------------------------------------------------------------- the run
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One call at a time; others wait. A call from within a call (a logits processor, say) would wait for itself: an error."""
+        if self._runner == threading.get_ident():
+            raise OarlockError("this LLM is generating in this very thread; it cannot be called from within (a logits processor, a callback).")
+        with self._lock:
+            self._runner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._runner = None
+
+    def _run(self, requests: Sequence[Prepared], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        """Feed the engine as it takes them, so that no list is too long; collect in order."""
+        with self._exclusive():
+            if not self._client.is_alive():
+                raise EngineDead(self._inbox.dead or "this LLM is closed; make a new one.")
+            collectors = {request.request_id: Collector(request.params) for request, _ in requests}
+            waiting = deque(requests)
+            progress = _Progress(len(requests), use_tqdm)
+            try:
+                while waiting or len(self._outputs):
+                    self._feed(waiting)
+                    for delta in self._step():
+                        if collectors[delta.request_id].add(delta):
+                            self._count(delta)
+                            progress.finish(delta)
+                self._drain()
+            except BaseException:
+                self._abandon(collectors)
+                raise
+            finally:
+                progress.close()
+            return _results([collectors[request.request_id].result() for request, _ in requests])
+
+    def _feed(self, waiting: deque[Prepared]) -> None:
+        """Enough for the next batches, never more than the queue takes."""
+        window = 2 * self._client.info.max_num_seqs
+        if self.config is not None:
+            window = max(1, min(window, self.config.scheduler.max_waiting_requests))
+        while waiting and len(self._outputs) < window:
+            request, text = waiting[0]
+            self._outputs.add(request, text)
+            try:
+                self._client.submit(request)
+            except BaseException as error:
+                self._outputs.forget(request.request_id)
+                if isinstance(error, QueueFull) and len(self._outputs):
+                    return
+                raise
+            waiting.popleft()
+
+    def _step(self) -> list[RequestOutput]:
+        has_work = self._client.has_unfinished()
+        self._client.step()
+        if self._inbox.dead is not None:
+            raise EngineDead(self._inbox.dead)
+        deltas = []
+        while self._inbox.outputs:
+            deltas += self._outputs.receive(self._inbox.outputs.popleft())
+        if not has_work and not deltas and len(self._outputs):
+            raise EngineDead(f"the engine is idle, yet {len(self._outputs)} requests have no end; please report this.")
+        return deltas
+
+    def _drain(self) -> None:
+        """Let the engine take in the last aborts, so that their blocks are free when the call returns."""
+        for _ in range(DRAIN_STEPS):
+            if not self._client.is_alive() or not self._client.has_unfinished():
+                break
+            self._client.step()
+        else:
+            self._client.shutdown()
+            self._inbox.dead = "the engine did not come to rest after every request was aborted; make a new LLM."
+        self._inbox.outputs.clear()
+
+    def _abandon(self, collectors: Mapping[str, Collector]) -> None:
+        """After an error or an interrupt: abort what is open, and leave the engine idle, or dead and saying so."""
+        self._inbox.outputs.clear()
+        for request_id in collectors:
+            self._outputs.cancel(request_id)
+        try:
+            self._drain()
+        except Exception as fault:  # noqa: BLE001  whatever it is, the first error is the one to raise
+            log.error("the engine could not be brought to rest: %s", fault)
+            self._client.shutdown()
+            self._inbox.dead = f"the engine ended while requests were being aborted: {fault}"
+
+    def _count(self, last: RequestOutput) -> None:
+        self._totals["prompt"] += len(last.prompt_token_ids)
+        self._totals["generated"] += last.num_generated_tokens
+        self._totals["finished"] += last.error is None
+
+
+def _refusal(name: str, what: str) -> Callable[..., Any]:
+    def method(self: LLM, *args: Any, **kwargs: Any) -> Any:
+        raise NotBuilt(f"LLM.{name}: {what}.")
+
+    method.__name__ = name
+    method.__doc__ = f"Not in this version: {what}."
+    return method
+
+
+for _name in ("encode", "embed", "classify", "score", "reward"):
+    setattr(LLM, _name, _refusal(_name, "this version serves text generation only, and no embedding, classification or reward models"))
+for _name in ("sleep", "wake_up"):
+    setattr(LLM, _name, _refusal(_name, "this version cannot park a model; close() frees its memory, and a new LLM loads it again"))
+for _name in ("collective_rpc", "apply_model", "start_profile", "stop_profile", "enqueue", "wait_for_completion"):
+    setattr(LLM, _name, _refusal(_name, "this version has no such call"))
+
+
+class _Progress:
+    """A bar on stderr, or nothing."""
+
+    def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
+        self._bar: Any = None
+        self._tokens, self._start = 0, time.monotonic()
+        if use_tqdm and total:
+            if use_tqdm is True:
+                from tqdm import tqdm as use_tqdm
+            self._bar = use_tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
+
+    def finish(self, delta: RequestOutput) -> None:
+        if self._bar is not None:
+            self._tokens += delta.num_generated_tokens
+            self._bar.set_postfix_str(f"{self._tokens / max(1e-9, time.monotonic() - self._start):.1f} tokens/s", refresh=False)
+            self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _results(results: list[RequestOutput]) -> list[RequestOutput]:
+    failed = [result for result in results if result.error is not None]
+    if failed and len(failed) == len(results):
+        assert failed[0].error is not None
+        raise exception_for(failed[0].error)
+    for result in failed:
+        assert result.error is not None
+        log.error("request %s failed: %s", result.request_id, result.error.message)
+    return results
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AsyncLLM":  # offline use needs no asyncio
+        from oarlock.async_llm import AsyncLLM
+
+        return AsyncLLM
+    raise AttributeError(f"module 'oarlock.llm' has no attribute {name!r}")
