@@ -8,6 +8,7 @@ Never: knows HTTP; runs a step.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -76,14 +77,22 @@ class AsyncLLM:
         if stream and isinstance(params, SamplingParams):
             _check_streamable(params)
         self._check_open()
-        arguments = (prompt, params, request_id)
-        settings = {"priority": priority, "cache_salt": cache_salt, "add_special_tokens": add_special_tokens}
-        settings |= {"param": param, "max_tokens_param": max_tokens_param}
+        make_request = functools.partial(
+            self.processor.make_request,
+            prompt,
+            params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            add_special_tokens=add_special_tokens,
+            param=param,
+            max_tokens_param=max_tokens_param,
+        )
         if _text_len(prompt) > THREAD_CHARS:
-            request, text = await asyncio.to_thread(self.processor.make_request, *arguments, **settings)
+            request, text = await asyncio.to_thread(make_request)
             self._check_open()  # the world may have changed meanwhile
         else:
-            request, text = self.processor.make_request(*arguments, **settings)
+            request, text = make_request()
         open_stream = self._submit(request, text, stream=stream)
         try:
             while True:

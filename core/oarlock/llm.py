@@ -233,12 +233,12 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """A snapshot of the engine's counters, by the names of the /metrics page."""
         stats, totals = self._inbox.stats, self._totals
-        gauges = {
+        gauges: dict[str, float] = {
             "vllm:num_requests_running": stats.num_running,
             "vllm:num_requests_waiting": stats.num_waiting,
             "vllm:kv_cache_usage_perc": stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0,
         }
-        counters = {
+        counters: dict[str, float] = {
             "vllm:num_preemptions": stats.num_preemptions,
             "vllm:prefix_cache_queries": stats.prefix_queries,
             "vllm:prefix_cache_hits": stats.prefix_hits,
@@ -246,8 +246,10 @@ class LLM:
             "vllm:generation_tokens": totals["generated"],
             "vllm:request_success": totals["finished"],
         }
-        rows = [("gauge", gauges), ("counter", counters)]
-        return [Metric(name, kind, float(value)) for kind, table in rows for name, value in table.items()]
+        return [
+            *(Metric(name, "gauge", float(value)) for name, value in gauges.items()),
+            *(Metric(name, "counter", float(value)) for name, value in counters.items()),
+        ]
 
     def close(self) -> None:
         """End the engine and free what it holds; idempotent. The LLM cannot be used afterwards."""
@@ -440,9 +442,10 @@ class _Progress:
         self._bar: Any = None
         self._tokens, self._start = 0, time.monotonic()
         if use_tqdm and total:
+            make_bar: Any = use_tqdm
             if use_tqdm is True:
-                from tqdm import tqdm as use_tqdm
-            self._bar = use_tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
+                from tqdm import tqdm as make_bar
+            self._bar = make_bar(total=total, desc="Processed prompts", dynamic_ncols=True)
 
     def finish(self, delta: RequestOutput) -> None:
         if self._bar is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from oarlock.frontend.outputs import CompletionOutput, RequestOutput
+from oarlock.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from oarlock.sampling_params import SamplingParams
 
 
@@ -20,7 +20,7 @@ class Collector:
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
         self._last: RequestOutput | None = None
-        self._prompt_logprobs = None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._choices: dict[int, CompletionOutput] = {}
         self._texts: dict[int, list[str]] = {}
 

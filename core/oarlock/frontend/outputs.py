@@ -136,6 +136,11 @@ class OutputProcessor:
                 self._fail(state, output.error, delta)
             else:
                 self._advance(state, output, delta, now)
+        for delta in deltas.values():
+            state = self._requests.get(delta.request_id)
+            # All beams end together, and a search may find fewer than n.
+            if state is not None and state.num_finished and state.request.params.use_beam_search:
+                self._finish(state, delta, now)
         return [delta for delta in deltas.values() if delta.outputs or delta.finished or delta.prompt_logprobs is not None]
 
     def fail_all(self, error: ErrorInfo) -> list[RequestOutput]:
