@@ -125,10 +125,10 @@ def _kv_budget(
         if wanted <= share:
             return wanted, f"{max_num_seqs} sequences of {max_model_len} tokens need no more"
         return share, f"{HOST_KV_SHARE:.0%} of the {gib(max(left, 0))} that the weights and activations leave"
-    share = DEFAULT_UTILIZATION if utilization is None else utilization
+    fraction = DEFAULT_UTILIZATION if utilization is None else utilization
     used_by_others = needs.total_bytes - needs.available_bytes
-    budget = int(needs.total_bytes * share) - used_by_others - loaded
-    return min(budget, left), f"--device-memory-utilization {share:g} of {gib(needs.total_bytes)}"
+    budget = int(needs.total_bytes * fraction) - used_by_others - loaded
+    return min(budget, left), f"--device-memory-utilization {fraction:g} of {gib(needs.total_bytes)}"
 
 
 def _require_room(needs: MemoryNeeds, kv_bytes: int, limit: str) -> None:

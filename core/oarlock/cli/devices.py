@@ -41,7 +41,7 @@ def device_cells(row: DeviceRow) -> tuple[str, ...]:
 
 def missing_devices(catalogue: Catalogue, rows: Sequence[DeviceRow]) -> list[tuple[str, ...]]:
     """Known devices without an installed package."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for hint in catalogue.hints:
         if any(row.answers_to(hint.device) or row.distribution == hint.package for row in rows):
             continue

@@ -8,6 +8,7 @@ Never: relates two options (`config.resolve` does) or knows argparse (`config.pa
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Option:
     feature: str = ""  # what is not built, for the error
     remedy: str = "leave it out"
     fate: Fate = "live"
-    instead: str = ""  # an obsolete option's successor
+    instead: str = ""  # an obsolete option's successor, by name; or a sentence, where there is none
     low: float | None = None  # inclusive, unless low_open
     high: float | None = None  # inclusive
     low_open: bool = False
@@ -85,8 +86,11 @@ def coerce(option: Option, raw: Any, origin: Origin) -> Any:
     Raises:
         ConfigError: wrong type, choice or range, or a value whose feature is not built; one line with the remedy.
     """
-    if raw is None or (isinstance(raw, str) and raw in UNSET and (option.default is None or option.kind == "words")):
-        if option.default is None or option.kind == "words":
+    nullable = option.default is None or option.default == ()
+    if isinstance(raw, list) and len(raw) == 1 and raw[0] in UNSET:
+        raw = raw[0]
+    if raw is None or (nullable and isinstance(raw, str) and raw in UNSET):
+        if nullable:
             return option.default
         raise ConfigError(f"{spell(option, raw, origin)}: a value is needed; the default is {option.default}", option.name)
     try:
@@ -140,7 +144,7 @@ def _number(raw: Any) -> float:
         value = float(raw)
     except ValueError:
         raise ValueError("must be a number") from None
-    if value != value or value in (float("inf"), float("-inf")):
+    if not math.isfinite(value):
         raise ValueError("must be a finite number")
     return value
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -40,13 +39,10 @@ class _Boolean(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that takes underscores for dashes and raises ConfigError instead of ending the process."""
+    """argparse that raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        return super().parse_known_args([_dashed(a) for a in (sys.argv[1:] if args is None else args)], namespace)
 
 
 def _dashed(argument: str) -> str:
@@ -106,7 +102,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: unknown flag (with the nearest known ones), a flag without its value, or two different models.
     """
-    namespace, extra = parser.parse_known_args(argv)
+    namespace, extra = parser.parse_known_args([_dashed(argument) for argument in argv])
     wrong = next((a for a in extra if a.startswith("-")), None)
     if wrong is not None:
         raise ConfigError(unknown(wrong.partition("=")[0], "cli"))
@@ -114,9 +110,8 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"unexpected argument {extra[0]!r}: one MODEL, then flags")
     values = {key: value for key, value in vars(namespace).items() if key != "_spelt"}
     positional = values.pop("model_positional", None)
-    if positional is not None:
-        if values.setdefault("model", positional) != positional:
-            raise ConfigError(f"two models were given, {positional} and --model {values['model']}; give one", "model")
+    if positional is not None and values.setdefault("model", positional) != positional:
+        raise ConfigError(f"two models were given, {positional} and --model {values['model']}; give one", "model")
     return values
 
 

@@ -62,8 +62,8 @@ def resolve(values: Mapping[str, Any], *, origin: Origin = "cli", host_bytes: in
         if option.fate == "obsolete":
             if value == option.default:
                 continue
-            instead = spelling(option.instead, origin) if option.instead in BY_NAME else option.instead
-            warnings.append(f"{spelling(option.name, origin)} is obsolete and still honoured; its successor is {instead}")
+            successor = f"use {spelling(option.instead, origin)}" if option.instead in BY_NAME else option.instead
+            warnings.append(f"{spelling(option.name, origin)} is obsolete but still honoured: {successor}")
         if option.target is None:
             continue
         stored = option.store(value) if option.store else value

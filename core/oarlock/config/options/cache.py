@@ -45,7 +45,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _cache(
         "use-v2-block-manager", "bool", False, "Block tables are always managed the newer way.", fate="obsolete",
-        instead="nothing: what it asks for is always on",
+        instead="what it asks for is always on",
     ),
     _scheduler("max-num-seqs", "int", 256, "Most sequences in one step.", "scheduler.max_num_seqs", low=1),
     _scheduler(
@@ -75,7 +75,7 @@ OPTIONS: tuple[Option, ...] = (
     _scheduler("max-in-flight", "int", 1, "Steps under way at once: 1, or 2 to overlap scheduling with the device.", "scheduler.max_in_flight", choices=(1, 2)),
     _scheduler(
         "num-lookahead-slots", "int", 0, "KV slots kept free behind each sequence.", "scheduler.num_lookahead_slots", low=0, fate="obsolete",
-        instead="nothing: slots follow the number of speculated tokens; the larger of the two counts",
+        instead="slots follow the number of speculated tokens, and the larger of the two counts",
     ),
     _scheduler(
         "max-waiting-requests", "int", 4096, "Longest queue; a request beyond it is answered with 429.", "scheduler.max_waiting_requests", low=1,

@@ -24,7 +24,7 @@ OPTIONS: tuple[Option, ...] = (
     _lora("long-lora-scaling-factors", "floats", None, "Rotary scaling factors that adapters may choose: 4.0,8.0 or a JSON list."),
     _lora("max-cpu-loras", "int", None, "Adapters kept in host memory. Unset: --max-loras.", low=1),
     _lora("fully-sharded-loras", "bool", False, "Shard both matrices of an adapter over the devices."),
-    _lora("lora-modules", "repeat", None, "Adapters by name: NAME=PATH, repeatable.", offline=False),
+    _lora("lora-modules", "words", (), "Adapters by name: NAME=PATH …", offline=False),
     Option(
         "guided-decoding-backend", "str", "outlines", "Which engine constrains answers. Requests that ask for it are refused in this version.",
         group="Guided decoding", choices=("outlines", "lm-format-enforcer"), fate="refused", feature="guided decoding",

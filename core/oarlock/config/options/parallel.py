@@ -13,8 +13,8 @@ from oarlock.config.option import Option
 
 _device = partial(Option, group="Device")
 _parallel = partial(Option, group="Parallelism")
-_RAY = {"feature": "Ray executor", "remedy": "use --distributed-executor-backend mp"}
-_POOL = {"feature": "tokenizer pool", "remedy": "leave it at 0: the tokenizer runs in the server's process, on several threads"}
+_ray = partial(_parallel, fate="refused", feature="Ray executor", remedy="use --distributed-executor-backend mp")
+_pool = partial(_parallel, fate="refused", feature="tokenizer pool", remedy="leave it out: the tokenizer runs in the server's process")
 
 OPTIONS: tuple[Option, ...] = (
     _device("device", "str", "auto", "Device by name (oarlock devices lists them); auto: the best one that is here.", "device.device"),
@@ -39,15 +39,14 @@ OPTIONS: tuple[Option, ...] = (
         "parallel.executor", choices=("ray", "mp", "inline"), built=("mp", "inline"), feature="Ray executor", remedy="use mp",
         store=lambda value: value or "auto",
     ),
-    _parallel("worker-use-ray", "bool", False, "Older spelling of --distributed-executor-backend ray.", fate="refused", **_RAY),
-    _parallel("engine-use-ray", "bool", False, "Run the engine as a Ray actor.", fate="refused", feature="Ray executor",
-              remedy="leave it out: the engine has a process of its own already"),
-    _parallel("ray-workers-use-nsight", "bool", False, "Profile Ray workers with Nsight.", fate="refused", **_RAY),
+    _ray("worker-use-ray", "bool", False, "Older spelling of --distributed-executor-backend ray."),
+    _ray("engine-use-ray", "bool", False, "Run the engine as a Ray actor.", remedy="leave it out: the engine has a process of its own"),
+    _ray("ray-workers-use-nsight", "bool", False, "Profile Ray workers with Nsight.", remedy="leave it out"),
     _parallel(
         "max-parallel-loading-workers", "int", None, "Workers that load weights at the same time, to limit host memory. Unset: all.",
         "parallel.max_parallel_loading_workers", low=1,
     ),
-    _parallel("tokenizer-pool-size", "int", 0, "Tokenizers beside the server's own.", low=0, fate="refused", **_POOL),
-    _parallel("tokenizer-pool-type", "str", "ray", "What runs the tokenizer pool.", fate="refused", **_POOL),
-    _parallel("tokenizer-pool-extra-config", "object", None, "JSON object for the tokenizer pool.", fate="refused", **_POOL),
+    _pool("tokenizer-pool-size", "int", 0, "Tokenizers beside the server's own.", low=0),
+    _pool("tokenizer-pool-type", "str", "ray", "What runs the tokenizer pool."),
+    _pool("tokenizer-pool-extra-config", "object", None, "JSON object for the tokenizer pool."),
 )  # fmt: skip

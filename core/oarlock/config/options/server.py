@@ -63,7 +63,7 @@ OPTIONS: tuple[Option, ...] = (
     _log("enable-log-requests", "bool", False, "Log each request's parameters and prompt.", "observability.log_requests", offline=False),
     _log(
         "disable-log-requests", "bool", False, "Requests are not logged unless --enable-log-requests is given.", "observability.log_requests",
-        fate="obsolete", instead="nothing: requests are not logged unless --enable-log-requests is given", store=lambda value: not value,
+        fate="obsolete", instead="requests are not logged unless --enable-log-requests is given", store=lambda value: not value,
         offline=False,
     ),
     _log("max-log-len", "int", None, "Longest part of a prompt in the log, in characters. Unset: all of it.", "observability.max_log_len", low=0, offline=False),
