@@ -66,7 +66,8 @@ def test_reference_agrees_with_itself_in_float64(name, case):
             if not one.is_floating_point():
                 assert torch.equal(one, other)
                 continue
-            one, finite = one.double(), other.isfinite()
+            one, other = one.double(), other.double()
+            finite = other.isfinite()
             assert torch.equal(one.isfinite(), finite) and torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num())
             error, size = (one - other)[finite].pow(2).sum(), other[finite].pow(2).sum()
             assert error <= limit * max(size, 1e-30), f"{dtype}: {float(error / size):.3g} > {limit}"

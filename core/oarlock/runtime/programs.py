@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oarlock.backend_api.runtime import Op, Ops, register_op
+from oarlock.backend_api.runtime import Ops
 from oarlock.runtime.layers.decoder import StepContext
 
 State = dict[str, Any]
@@ -91,24 +91,6 @@ class ProgramSpec:
 
         return program
 
-
-def as_float(bits: torch.Tensor) -> torch.Tensor:
-    """The float32 numbers whose bits an int32 tensor holds."""
-    return bits.view(torch.float32)
-
-
-def index_update(tensor: torch.Tensor, index: tuple[torch.Tensor, ...], value: torch.Tensor) -> torch.Tensor:
-    """`tensor` with `tensor[index] = value`: a new tensor. Duplicate indices only ever address the null row."""
-    return tensor.index_put(index, value)
-
-
-def index_update_in_place(tensor: torch.Tensor, index: tuple[torch.Tensor, ...], value: torch.Tensor) -> torch.Tensor:
-    """The in-place binding of `index_update`."""
-    return tensor.index_put_(index, value)
-
-
-register_op(Op(name="as_float", reference=as_float))
-register_op(Op(name="index_update", reference=index_update, mutates=("tensor",)))
 
 _ROW_INTS = ("rows", "top_k", "seed", "choice", "position", "prompt_len", "total_len")
 _ROW_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")

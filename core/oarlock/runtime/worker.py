@@ -14,7 +14,16 @@ from typing import Any
 import torch
 
 import oarlock.runtime.reference  # noqa: F401  registers core's ops
-from oarlock.backend_api.runtime import Attention, AttentionParams, Communicator, Device, DistributedCommunicator, EagerRunner, GraphRunner, IdentityCommunicator, Ops, bind_ops
+from oarlock.backend_api.runtime import (
+    Attention,
+    AttentionParams,
+    Communicator,
+    Device,
+    DistributedCommunicator,
+    GraphRunner,
+    IdentityCommunicator,
+    Ops,
+)
 from oarlock.backend_api.runtime.ops import resolve
 from oarlock.config.resolve import token_budget
 from oarlock.config.sections import EngineConfig
@@ -23,13 +32,12 @@ from oarlock.memory_plan import MemoryNeeds, MemoryPlan, plan_memory
 from oarlock.messages import SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
 from oarlock.plugins import collect, worker_plugins
+from oarlock.runtime.choice import best, choose_attention, choose_graph_runner, choose_ops
 from oarlock.runtime.layers.rope import rope_table
 from oarlock.runtime.loader import open_checkpoint, progress
 from oarlock.runtime.model_runner import ModelRunner, RunnerLimits
 from oarlock.runtime.models import build_model
 from oarlock.runtime.pending import PendingStep
-from oarlock.runtime.programs import index_update_in_place
-from oarlock.runtime.reference.attention import FunctionalReferenceAttention, ReferenceAttention
 from oarlock.runtime.warmup import canary
 from oarlock.runtime.weights import WeightLoader
 from oarlock.shapes import BucketTable, ShapePolicy
@@ -109,17 +117,14 @@ class Worker:
             raise UnsupportedByBackend(f"--block-size {asked}: {self.device.describe()} takes {', '.join(map(str, sorted(caps.block_sizes)))}")
         self.block_size = asked or caps.block_sizes[0]
         self.comm = self._communicator()
-        runner = _best(collect(self.plugins, "graph_runner", device=self.device), "graph runner", device=self.device)
-        self.graph: GraphRunner = resolve(runner.factory)(self.device) if runner else EagerRunner(self.device)
-        self.ops: Ops = bind_ops(collect(self.plugins, "kernels", device=self.device), self.dtype_name)
-        if caps.kv_update == "in_place":
-            self.ops.index_update = index_update_in_place
+        self.graph: GraphRunner = choose_graph_runner(collect(self.plugins, "graph_runner", device=self.device), self.device)
+        self.ops: Ops = choose_ops(collect(self.plugins, "kernels", device=self.device), self.device, self.dtype_name)
         self.attention_name, self.attention_rejected = "reference", ""
 
     def _communicator(self) -> Communicator:
         if self.size == 1:
             return IdentityCommunicator(0, 1)
-        spec = _best(collect(self.plugins, "communicator", device=self.device), "communicator", device=self.device)
+        spec = best(collect(self.plugins, "communicator", device=self.device), "communicator", device=self.device).spec
         if spec is not None:
             return resolve(spec.factory)(self.rank, self.size)
         names = self.device.capabilities.collectives
@@ -129,31 +134,9 @@ class Worker:
 
     def make_attention(self, params: AttentionParams, kind: str) -> Attention:
         """The attention implementation for one KV cache group: the supported one of highest priority, else the reference."""
-        chosen, rejected = None, []
-        facts = {
-            "kind": kind,
-            "head_dim": params.head_dim,
-            "num_heads": params.num_heads,
-            "num_kv_heads": params.num_kv_heads,
-            "dtype": self.dtype_name,
-            "block_size": self.block_size,
-            "window": params.window,
-            "softcap": params.softcap,
-        }
-        for spec in sorted(collect(self.plugins, "attention", device=self.device), key=lambda s: -s.priority):
-            support = spec.supports(**facts)
-            if not support.ok:
-                rejected.append(f"{spec.name}: {'; '.join(support.reasons)}")
-            elif chosen is None:
-                chosen = spec
-            elif spec.priority == chosen.priority:
-                raise PluginError(f"attention {chosen.name} and {spec.name} have equal priority {spec.priority}; remove one package")
-        self.attention_rejected = " | ".join(rejected)
-        if chosen is not None:
-            self.attention_name = chosen.name
-            return resolve(chosen.factory)(self.block_size, self.dtype, params)
-        functional = self.device.capabilities.kv_update == "functional"
-        return (FunctionalReferenceAttention if functional else ReferenceAttention)(self.block_size, self.dtype, params)
+        records = collect(self.plugins, "attention", device=self.device)
+        made, self.attention_name, self.attention_rejected = choose_attention(records, self.device, params, kind, self.dtype_name, self.block_size)
+        return made
 
     def _build(self) -> None:
         """Model and weights."""
@@ -267,15 +250,3 @@ class Worker:
         self.weights = {}
         if getattr(self, "comm", None) is not None:
             self.comm.close()
-
-
-def _best(specs: list[Any], what: str, **facts: Any) -> Any | None:
-    """The supported spec of highest priority, None when there is none.
-
-    Raises:
-        PluginError: two have equal priority.
-    """
-    fit = sorted((s for s in specs if s.supports(**facts).ok), key=lambda s: -s.priority)
-    if len(fit) > 1 and fit[0].priority == fit[1].priority:
-        raise PluginError(f"{what} {fit[0].name} and {fit[1].name} have equal priority {fit[0].priority}; remove one package")
-    return fit[0] if fit else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from oarlock.backend_api.runtime import Op, register_op
-from oarlock.runtime.reference import inputs, layers, logits, moe, sampling
+from oarlock.runtime.reference import inputs, layers, logits, moe, sampling, state
 
 EQUAL = {"float32": 0.0, "float16": 0.0, "bfloat16": 0.0}
 POINTWISE = {"float32": 1e-7, "float16": 1e-6, "bfloat16": 2e-5}  # norms, rotary, activations
@@ -89,6 +89,9 @@ _PENALTIES = tuple({**case, "history": n} for case, n in zip(_row_cases(), (32, 
 _BIAS = tuple({**case, "width": n} for case, n in zip(_row_cases(), (8, 31, 1, 8, 300), strict=True)) + ({"rows": 4, "vocab": 50, "width": 0},)
 _LOGPROBS = tuple({**case, "k": k} for case, k in zip(_row_cases(), (5, 20, 1, 5, 40), strict=True)) + ({"rows": 4, "vocab": 50, "k": 0},)
 
+_BITS = ({"rows": 16}, {"rows": 7}, {"rows": 1}, {"rows": 0}, {"rows": 1031})
+_UPDATE = tuple({**case, "width": width} for case in _BITS for width in (1, 130))
+
 _cost = inputs.elementwise_cost
 for _op in (
     Op("embedding", layers.embedding, generate=inputs.embedding, cases=_EMBEDDING, tolerance=EQUAL, cost=inputs.embedding_cost),
@@ -108,5 +111,15 @@ for _op in (
     Op("apply_bias", logits.apply_bias, generate=inputs.apply_bias, cases=_BIAS, tolerance=LOGITS, cost=_cost(0)),
     Op("apply_mask", logits.apply_mask, generate=inputs.apply_mask, cases=_row_cases(), tolerance=LOGITS_EQUAL, cost=_cost(0)),
     Op("logprobs", logits.logprobs, generate=inputs.logprobs, cases=_LOGPROBS, tolerance=LOGITS, cost=_cost(5, 0)),
+    Op("as_float", state.as_float, generate=inputs.as_float, cases=_BITS, tolerance=LOGITS_EQUAL, cost=_cost(0)),
+    Op(
+        "index_update",
+        state.index_update,
+        mutates=("tensor",),
+        generate=inputs.index_update,
+        cases=_UPDATE,
+        tolerance=LOGITS_EQUAL,
+        cost=inputs.index_update_cost,
+    ),
 ):
     register_op(_op)

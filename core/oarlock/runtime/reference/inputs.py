@@ -192,6 +192,26 @@ def logprobs(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
     return (logits, integers(0, case["vocab"], (case["rows"],), g), case["k"]), {}
 
 
+# ---- inputs and state of programs
+
+
+def as_float(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
+    """Bits of ordinary numbers, zeros of both signs and infinities."""
+    numbers = values((case["rows"],), torch.float32, g)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
+    numbers[: min(4, case["rows"] // 2)] = special[: min(4, case["rows"] // 2)]
+    return (numbers.view(torch.int32),), {}
+
+
+def index_update(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
+    """Token state, int32: one column is `last` (one index), several are `history` (row and place)."""
+    rows, width = case["rows"], case["width"]
+    tensor = integers(0, 1 << 30, (rows + 3, width) if width > 1 else (rows + 3,), g)
+    at = torch.randperm(rows + 3, generator=g)[:rows].to(torch.int32)
+    index = (at, integers(0, width, (rows,), g)) if width > 1 else (at,)
+    return (tensor, index, integers(0, 1 << 30, (rows,), g)), {}
+
+
 # ---- costs: (floating-point operations, bytes moved at least once)
 
 
@@ -227,3 +247,8 @@ def moe_experts_cost(
     pairs, one = ids.numel(), (w13[0].numel() + w2[0].numel()) if len(w13) else 0
     used = min(pairs, w13.shape[0])
     return 2 * pairs * one, 2 * tensor_bytes(x) + used * one * x.element_size() + tensor_bytes(weights, ids)
+
+
+def index_update_cost(tensor: torch.Tensor, index: tuple[torch.Tensor, ...], value: torch.Tensor) -> tuple[int, int]:
+    """In place: only what is written moves."""
+    return 0, tensor_bytes(*index) + 2 * tensor_bytes(value)
