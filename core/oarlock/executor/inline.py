@@ -31,6 +31,7 @@ class InlineExecutor(Executor):
     def load(self) -> list[WorkerReady]:
         module, _, name = WORKER.partition(":")
         self._worker = getattr(importlib.import_module(module), name)(self.config, self.summary, self.device_name, self.factory)
+        self._worker.prepare()
         return [self._worker.load()]
 
     def start(self, num_blocks: int, num_host_blocks: int, max_model_len: int) -> tuple[float, int]:

@@ -116,7 +116,7 @@ def make_programs(model: Any, ops: Ops, null_row: int, num_groups: int, vocab_si
         return {}, {"hidden": i["all"][i["index"]]}
 
     def greedy(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
-        tokens = ops.greedy(i["logits"])
+        tokens = model.comm.broadcast(ops.greedy(i["logits"]))  # one rank samples
         return {"last": ops.index_update(state["last"], (i["rows"],), tokens.clamp(min=0))}, {"tokens": tokens}
 
     def sample(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
@@ -132,6 +132,7 @@ def make_programs(model: Any, ops: Ops, null_row: int, num_groups: int, vocab_si
         if key.mask:
             logits = ops.apply_mask(logits, i["mask"])
         tokens = ops.sample(logits, i["temperature"], i["top_p"], i["top_k"], i["min_p"], i["seed"], i["choice"], i["position"])
+        tokens = model.comm.broadcast(tokens)
         kept = tokens.clamp(min=0)
         written["last"] = ops.index_update(state["last"], (i["rows"],), kept)
         if key.history:

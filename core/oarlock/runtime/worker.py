@@ -74,18 +74,26 @@ class Worker:
         self.runner: ModelRunner | None = None
 
     # ------------------------------------------------------------ start
-    def load(self) -> WorkerReady:
-        """Verify the device, load the model, plan the memory.
+    def prepare(self) -> None:
+        """Verify the device, choose implementations and join the other ranks: what all ranks do together.
 
         Raises:
-            ConfigError, ModelError, UnsupportedByBackend, PluginError: what cannot be honoured, and why.
+            ConfigError, UnsupportedByBackend, PluginError: what cannot be honoured, and why.
         """
-        started = time.monotonic()
         self.device.activate()
         with self.device.context(), torch.no_grad():
             self.device.verify()
             self.device.seed(self.config.model.seed)
             self._choose_parts()
+
+    def load(self) -> WorkerReady:
+        """Load the model and plan the memory, after `prepare`.
+
+        Raises:
+            ConfigError, ModelError, UnsupportedByBackend, PluginError: what cannot be honoured, and why.
+        """
+        started = time.monotonic()
+        with self.device.context(), torch.no_grad():
             free, total = self._memory()
             self._build()
             self.plan = self._plan(free, total)

@@ -26,6 +26,7 @@ class Model(Protocol):
     """What programs need of a model."""
 
     attentions: list[Attention]  # one per KV group
+    comm: Communicator
     groups: tuple[KVGroup, ...]
     kv_specs: tuple[KVSpec, ...]  # one per layer, this rank's heads
     block_size: int

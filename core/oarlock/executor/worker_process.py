@@ -1,0 +1,110 @@
+"""A worker in a process of its own: `python -m oarlock.executor.worker_process FD PARENT_PID`, bootstrap as the first message.
+
+Owns: this process's loop.
+Reads: `executor.codec`, `executor.frames`; the worker by dotted path.
+Never: outlives its parent; answers out of order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from collections import deque
+from typing import Any
+
+from oarlock.config.resolve import from_dict
+from oarlock.engine.parent import die_with_parent
+from oarlock.executor import frames
+from oarlock.executor.base import WORKER
+from oarlock.executor.codec import decode, encode
+from oarlock.logs import configure_logging
+from oarlock.model_summary import ModelSummary
+
+log = logging.getLogger("oarlock.worker")
+
+
+def _worker(bootstrap: dict[str, Any]) -> Any:
+    config = from_dict(bootstrap["config"])
+    configure_logging(config.observability)
+    summary = ModelSummary(**{k: tuple(v) if isinstance(v, list) else v for k, v in bootstrap["summary"].items()})
+    module, _, name = WORKER.partition(":")
+    cls = getattr(importlib.import_module(module), name)
+    return cls(config, summary, bootstrap["device"], bootstrap["factory"], bootstrap["rank"], bootstrap["size"], bootstrap["rendezvous"])
+
+
+class WorkerLoop:
+    """Answers every message once, in order. Steps may be launched ahead of being read, as deep as the engine sends them."""
+
+    def __init__(self, end: socket.socket, worker: Any, rank: int) -> None:
+        self.end, self.worker, self.rank = end, worker, rank
+        self.launched: deque[Any] = deque()
+
+    def run(self) -> None:
+        while True:
+            # With steps launched, look for more to launch before waiting for the oldest.
+            if self.launched and not select.select([self.end], [], [], 0)[0]:
+                self._finish(self.launched.popleft())
+                continue
+            kind, body = frames.receive(self.end)
+            if kind == frames.EXECUTE:
+                self.launched.append(self._try(self.worker.execute, decode(body)))
+                continue
+            while self.launched:
+                self._finish(self.launched.popleft())
+            if kind == frames.CLOSE:
+                self.worker.close()
+                return
+            self._answer(self._try(*self._call(kind, body)))
+
+    def _call(self, kind: bytes, body: bytes) -> tuple[Any, ...]:
+        if kind == frames.START:
+            return self.worker.start, *decode(body)
+        return ({frames.PREPARE: self.worker.prepare, frames.LOAD: self.worker.load, frames.CANARY: self.worker.canary}[kind],)
+
+    def _try(self, call: Any, *args: Any) -> Any:
+        try:
+            return call(*args)
+        except Exception as error:
+            log.error("rank %d: %s: %s", self.rank, type(error).__name__, error, exc_info=error)
+            return error
+
+    def _finish(self, launched: Any) -> None:
+        result = launched if isinstance(launched, Exception) else self._try(self.worker.read, launched)
+        self._answer(result if isinstance(result, Exception) or self.rank == 0 else None)
+
+    def _answer(self, result: Any) -> None:
+        if isinstance(result, Exception):
+            frames.send(self.end, frames.ERROR, encode((type(result).__name__, str(result))))
+        else:
+            frames.send(self.end, frames.OK, encode(result))
+
+
+def main() -> int:
+    die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end = socket.socket(fileno=int(sys.argv[1]))
+    _, body = frames.receive(end)
+    bootstrap = json.loads(body)
+    try:
+        worker = _worker(bootstrap)
+    except Exception as error:
+        frames.send(end, frames.ERROR, encode((type(error).__name__, str(error))))
+        return 1
+    frames.send(end, frames.OK, encode(None))
+    try:
+        WorkerLoop(end, worker, bootstrap["rank"]).run()
+    except (EOFError, OSError):
+        return 1  # the engine is gone
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)
