@@ -1,0 +1,75 @@
+"""Whether a request can ever run here. Asked once, before it waits.
+
+Owns: the checks and their messages.
+Reads: `config.SchedulerConfig`, `KVCacheManager` sizes, `shapes.ShapePolicy`.
+Never: looks at what is free now.
+"""
+
+from __future__ import annotations
+
+from oarlock.config.sections import SchedulerConfig
+from oarlock.kv.manager import KVCacheManager
+from oarlock.messages import ErrorInfo
+from oarlock.request import Request
+from oarlock.shapes import ShapePolicy
+
+
+class Limits:
+    """What the cache, the shapes and the configuration allow."""
+
+    def __init__(self, config: SchedulerConfig, manager: KVCacheManager, policy: ShapePolicy, max_model_len: int, budget: int) -> None:
+        self._config, self._manager, self._policy = config, manager, policy
+        self._max_model_len = max_model_len
+        longest = policy.max_chunk()
+        self.whole = budget if longest is None else min(budget, longest)  # most tokens of one row in one step
+
+    def with_lookahead(self, num_tokens: int) -> int:
+        """Slots to hold when a row ends at `num_tokens`."""
+        return max(num_tokens, min(num_tokens + self._config.num_lookahead_slots, self._max_model_len))
+
+    def refusal(self, request: Request) -> ErrorInfo | None:
+        """Why this request can never run, or None."""
+        length = request.num_prompt
+        most = self._max_model_len - (1 if request.params.max_tokens != 0 else 0)
+        if length > most:
+            return ErrorInfo(
+                f"the prompt has {length} tokens, but at most {most} fit: the context is {self._max_model_len} tokens, output included; shorten it",
+                param="prompt", code="context_length_exceeded",
+            )  # fmt: skip
+        if not self._config.enable_chunked_prefill and length > self.whole:
+            return ErrorInfo(
+                f"the prompt has {length} tokens, but one step holds {self.whole} and chunked prefill is off; "
+                "shorten it, or start the server with chunked prefill or a larger max_num_batched_tokens",
+                param="prompt", code="context_length_exceeded",
+            )  # fmt: skip
+        if request.is_beam and request.width > self._config.max_num_seqs:
+            return ErrorInfo(
+                f"the beam width is {request.width}, but max_num_seqs is {self._config.max_num_seqs}; lower best_of (or n)",
+                param="best_of" if request.params.best_of is not None else "n",
+            )
+        return self._cache_refusal(request)
+
+    def _cache_refusal(self, request: Request) -> ErrorInfo | None:
+        tokens = self.with_lookahead(max(request.num_prompt, request.max_total - 1))  # the last token's KV is not needed
+        width = self._manager.width(tokens)
+        needed, available = self.blocks_needed(request, tokens), self._manager.num_blocks
+        if needed <= available and self._policy.fits(1, (), width):
+            return None
+        what = f"the prompt of {request.num_prompt} tokens with max_tokens {request.max_total - request.num_prompt}"
+        if request.is_beam:
+            what += f" and {request.width} beams"
+        if needed > available:
+            problem = f"needs {needed} KV cache blocks of {self._manager.block_size} tokens at one time, but {available} are available"
+        else:
+            problem = f"needs a block table of {width} entries, more than this device's largest shape"
+        return ErrorInfo(f"{what} {problem}; shorten the prompt or lower max_tokens", param="max_tokens", code="kv_cache_exceeded")
+
+    def blocks_needed(self, request: Request, tokens: int) -> int:
+        """Most blocks that the request must hold at one time: those of one branch, or of all beams, which share the prompt."""
+        manager = self._manager
+        span = 1 + self._config.num_lookahead_slots if self._config.enable_chunked_prefill else tokens
+        needed = manager.blocks_at_once(tokens, span)
+        if request.is_beam:
+            full_groups = sum(w is None for w in manager.windows)
+            needed = request.width * needed - (request.width - 1) * full_groups * (request.num_prompt // manager.block_size)
+        return needed
