@@ -1,0 +1,132 @@
+"""What every request passes before it reaches a route: its id, the API key, the server's phase.
+
+Owns: the X-Request-Id header, authentication, and the answer to what goes wrong outside the routes.
+Reads: `server.state`, `server.errors`.
+Never: reads a body; lets a path but the three open ones pass without a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from oarlock.server.errors import JSON, ApiError, from_exception
+from oarlock.server.kinds import REQUEST_ID
+from oarlock.server.state import ServerState
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+ANY_PHASE = OPEN_PATHS | {"/metrics"}
+
+
+def route_path(scope: Scope) -> str:
+    """The path as the router sees it: without the root path, where that is a prefix of it."""
+    path, root = scope["path"], scope.get("root_path", "")
+    if root and (path == root or path.startswith(root + "/")):
+        return path[len(root) :]
+    return path
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            return value
+    return None
+
+
+def response_start(status: int, content_type: bytes, length: int | None, extra: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:
+    headers = [(b"content-type", content_type)]
+    if length is not None:
+        headers.append((b"content-length", b"%d" % length))
+    headers += [(name.lower().encode("ascii"), value.encode("latin-1", "replace")) for name, value in extra]
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+async def send_json(send: Send, status: int, body: bytes, extra: Iterable[tuple[str, str]] = ()) -> None:
+    await send(response_start(status, JSON, len(body), extra))
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    await send_json(send, error.status, error.body(), error.headers.items())
+
+
+class Keys:
+    """The accepted API keys, as digests: comparing takes the same time whatever is sent, and nothing here can be printed."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accept(self, authorization: bytes | None) -> bool:
+        scheme, _, token = (authorization or b"").partition(b" ")
+        digest = hashlib.sha256(token.strip()).digest()
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(digest, known)
+        return found and scheme.lower() == b"bearer"
+
+
+class Gate:
+    """ASGI middleware around the routes."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], state: ServerState) -> None:
+        self._app, self._state = app, state
+        self._keys = Keys(state.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(header(scope, b"x-request-id"))
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("ascii"))]
+            await send(message)
+
+        error = self._refusal(scope)
+        if error is None:
+            try:
+                await self._app(scope, receive, send_with_id)
+                return
+            except Exception as exc:
+                error = from_exception(exc, request_id)
+                if started:
+                    raise  # half a response is out; the server closes the connection
+        await send_error(send_with_id, error)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        path = route_path(scope)
+        if self._keys and path not in OPEN_PATHS and not self._keys.accept(header(scope, b"authorization")):
+            return ApiError(
+                401, "The API key is missing or wrong; send it as Authorization: Bearer KEY.", code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+        if path in ANY_PHASE:
+            return None
+        return self._state.not_serving()
+
+
+def _request_id(sent: bytes | None) -> str:
+    """The client's id where it is short and plain, else a fresh one."""
+    if sent is not None and len(sent) <= 128:
+        text = sent.decode("latin-1")
+        if REQUEST_ID.fullmatch(text):
+            return text
+    return uuid.uuid4().hex

@@ -1,0 +1,71 @@
+"""uvicorn, without its signal handling and its ten wake-ups a second.
+
+Owns: the HTTP protocol's settings, TLS.
+Reads: `config.sections`.
+Never: decides when to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+import time
+from collections.abc import Iterator
+from email.utils import formatdate
+from typing import Any
+
+import uvicorn
+
+from oarlock.config.sections import ServerConfig
+from oarlock.errors import ConfigError
+from oarlock.logs import LEVELS
+
+KEEP_ALIVE_S = 75  # longer than the idle time of common load balancers, so that they close first
+FINISH_S = 3  # for connections that are still open when everything has been answered
+
+
+class HttpServer(uvicorn.Server):
+    """Serves one application on one socket until `finish` is called."""
+
+    def __init__(self, app: Any, config: ServerConfig) -> None:
+        self._wake = asyncio.Event()
+        settings = uvicorn.Config(
+            app, lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=FINISH_S, ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile, ssl_ca_certs=config.ssl_ca_certs, ssl_cert_reqs=config.ssl_cert_reqs,
+        )  # fmt: skip
+        _log_as_we_do(config.uvicorn_log_level)
+        try:
+            settings.load()
+        except (OSError, ssl.SSLError, ValueError) as exc:
+            files = ", ".join(f for f in (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs) if f)
+            raise ConfigError(f"--ssl-certfile: HTTPS cannot be set up from {files}: {exc}", option="--ssl-certfile") from None
+        super().__init__(settings)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to `server.app`."""
+        yield
+
+    async def main_loop(self) -> None:
+        """Wait to be told to stop; renew the date header once a second, while there is a connection to send it on."""
+        while not self.should_exit:
+            date = [(b"date", formatdate(time.time(), usegmt=True).encode())]
+            self.server_state.default_headers = date + self.config.encoded_headers
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), timeout=1.0)
+
+    def finish(self) -> None:
+        """Stop listening and close connections as they become idle."""
+        self.should_exit = True
+        self._wake.set()
+
+
+def _log_as_we_do(level: str) -> None:
+    """uvicorn's records go to our handler, at its own level."""
+    logger = logging.getLogger("uvicorn")
+    logger.setLevel(LEVELS[level])
+    logger.handlers = list(logging.getLogger("oarlock").handlers)
+    logger.propagate = False

@@ -1,0 +1,199 @@
+"""The application: every route, and the middleware around them.
+
+Owns: the list of routes and their order of middleware.
+Reads: `server.*`.
+Never: starts or stops anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+import oarlock
+from oarlock.config.sections import ServerConfig
+from oarlock.errors import ConfigError, RequestError
+from oarlock.server import metrics
+from oarlock.server.body import checked_body
+from oarlock.server.chat import create_chat_completion
+from oarlock.server.completions import create_completion
+from oarlock.server.conversation import read_messages, render
+from oarlock.server.errors import ApiError, bad, model_not_found, unavailable
+from oarlock.server.gate import Gate
+from oarlock.server.kinds import token_ids, wrong
+from oarlock.server.schema import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Table, json_schema
+from oarlock.server.state import ServerState
+
+THREAD_CHARS = 20_000  # longer texts are tokenised in a thread, so that streams go on
+
+Endpoint = Callable[[Request, ServerState], Awaitable[Response]]
+
+
+def reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def make_app(state: ServerState) -> FastAPI:
+    """The ASGI application. Raises ConfigError for a middleware that cannot be imported."""
+    app = FastAPI(
+        title="Oarlock", version=oarlock.__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
+        root_path=(state.server.root_path or "").rstrip("/"),
+    )  # fmt: skip
+    app.state.oarlock = state
+    app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
+    _add(app, state, "POST", "/v1/completions", create_completion, COMPLETIONS)
+    _add(app, state, "POST", "/v1/chat/completions", create_chat_completion, CHAT)
+    _add(app, state, "GET", "/v1/models", list_models)
+    _add(app, state, "GET", "/v1/models/{name:path}", get_model)
+    _add(app, state, "POST", "/tokenize", tokenize, TOKENIZE)
+    _add(app, state, "POST", "/detokenize", detokenize, DETOKENIZE)
+    _add(app, state, "GET", "/health", health)
+    _add(app, state, "GET", "/ping", health)
+    _add(app, state, "POST", "/ping", health)
+    _add(app, state, "GET", "/version", version)
+    _add(app, state, "GET", "/metrics", metrics_page)
+    app.add_middleware(Gate, state=state)  # type: ignore[arg-type]
+    _add_cors(app, state.server)
+    for path in state.server.middleware:
+        _add_middleware(app, path)
+    return app
+
+
+def _add(app: FastAPI, state: ServerState, method: str, path: str, endpoint: Endpoint, table: Table | None = None) -> None:
+    async def route(request: Request) -> Response:
+        try:
+            return await endpoint(request, state)
+        except (ApiError, RequestError):
+            if table in (COMPLETIONS, CHAT):
+                state.metrics.outcome("refused")
+            raise
+
+    extra = None
+    if table is not None:
+        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": json_schema(table)}}}}
+    app.add_api_route(path, route, methods=[method], name=f"{endpoint.__name__}_{method.lower()}", response_class=Response, openapi_extra=extra)
+
+
+def _add_cors(app: FastAPI, server: ServerConfig) -> None:
+    if server.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server.allowed_origins,
+            allow_methods=server.allowed_methods,
+            allow_headers=server.allowed_headers,
+            allow_credentials=server.allow_credentials,
+            expose_headers=["X-Request-Id"],
+        )
+
+
+def _add_middleware(app: FastAPI, path: str) -> None:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise ConfigError(f"--middleware {path}: it cannot be imported: {exc}", option="--middleware") from None
+    if inspect.isclass(found):
+        app.add_middleware(found)
+    elif inspect.iscoroutinefunction(found):
+        app.add_middleware(BaseHTTPMiddleware, dispatch=found)
+    else:
+        raise ConfigError(f"--middleware {path}: it must be an ASGI class or an async function (request, call_next)", option="--middleware")
+
+
+async def _http_error(request: Request, exc: HTTPException) -> Response:
+    """Unknown paths and methods, in the same envelope as everything else."""
+    if exc.status_code == 404:
+        error = ApiError(404, "There is no such route here.", code="not_found")
+    elif exc.status_code == 405:
+        error = ApiError(405, f"This route does not take {request.method}.", code="method_not_allowed", headers=dict(exc.headers or {}))
+    else:
+        error = ApiError(exc.status_code, str(exc.detail), headers=dict(exc.headers or {}))
+    return reply(error.payload(), error.status, dict(error.headers))
+
+
+# ---------------------------------------------------------------- models
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "oarlock",
+        "root": state.names[0],
+        "parent": None,
+        "max_model_len": state.info.max_model_len,
+    }
+
+
+async def list_models(request: Request, state: ServerState) -> Response:
+    return reply({"object": "list", "data": [_card(state, name) for name in state.names]})
+
+
+async def get_model(request: Request, state: ServerState) -> Response:
+    name = request.path_params["name"]
+    if name not in state.names:
+        raise model_not_found(name, state.names)
+    return reply(_card(state, name))
+
+
+# ---------------------------------------------------------------- tokenizer
+async def tokenize(request: Request, state: ServerState) -> Response:
+    values, headers = await checked_body(request, state, TOKENIZE)
+    if ("prompt" in values) == ("messages" in values):
+        raise bad("prompt", "Give one of prompt and messages.", "missing_field" if "prompt" not in values else "invalid_value")
+    tokenizer = _tokenizer(state)
+    if "messages" in values:
+        text = render(read_messages(values["messages"], state), values, state)
+    else:
+        text = values["prompt"]
+        if type(text) is not str:
+            raise wrong("prompt", text, "a string")
+    special = values.get("add_special_tokens", "prompt" in values)
+    if len(text) > THREAD_CHARS:
+        ids = await asyncio.to_thread(tokenizer.encode, text, special)
+    else:
+        ids = tokenizer.encode(text, special)
+    body: dict[str, Any] = {"count": len(ids), "max_model_len": state.info.max_model_len, "tokens": ids}
+    body["token_strs"] = [tokenizer.id_to_token(i) for i in ids] if values.get("return_token_strs", False) else None
+    return reply(body, headers=headers)
+
+
+async def detokenize(request: Request, state: ServerState) -> Response:
+    values, headers = await checked_body(request, state, DETOKENIZE)
+    tokenizer = _tokenizer(state)
+    ids = state.llm.processor.check_token_ids(token_ids(values["tokens"], "tokens"), "tokens", may_be_empty=True)
+    return reply({"prompt": tokenizer.decode(ids, skip_special_tokens=False)}, headers=headers)
+
+
+def _tokenizer(state: ServerState) -> Any:
+    if state.tokenizer is None:
+        raise bad(None, "This server runs without a tokenizer (--skip-tokenizer-init).", "unsupported_field")
+    return state.tokenizer
+
+
+# ---------------------------------------------------------------- operation
+async def health(request: Request, state: ServerState) -> Response:
+    """200 while a request would be served, else 503: loading, draining, engine dead."""
+    error = state.not_serving()
+    if error is None and not state.is_healthy():
+        error = unavailable("The engine has ended.", "engine_dead")
+    if error is not None:
+        raise error
+    return reply({"status": "ok"})
+
+
+async def version(request: Request, state: ServerState) -> Response:
+    return reply({"version": oarlock.__version__})
+
+
+async def metrics_page(request: Request, state: ServerState) -> Response:
+    return Response(state.metrics.page(), media_type=metrics.CONTENT_TYPE)

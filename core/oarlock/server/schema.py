@@ -1,0 +1,201 @@
+"""Which fields each route takes, which it refuses and why, and the check of a body against that table.
+
+Owns: the field tables of every route.
+Reads: `sampling_params`' lists of foreign and missing names, `server.kinds`, `server.errors`.
+Never: accepts a field and ignores it: what is not built, not known or meant for another server is a 400 that names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from oarlock.sampling_params import FOREIGN_NAMES, NOT_BUILT
+from oarlock.server import kinds
+from oarlock.server.errors import bad
+from oarlock.server.kinds import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field whose feature is absent. `neutral(value)` is true where the value asks for nothing."""
+
+    reason: str
+    neutral: Callable[[Any], bool] = lambda value: False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One route's fields."""
+
+    fields: Mapping[str, Kind]
+    required: tuple[str, ...] = ()
+    refused: Mapping[str, Refused] = field(default_factory=dict)
+
+
+NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+
+FOREIGN = {**FOREIGN_NAMES, "bad_words_ids": "bad_words", "top_logprobs_num": "top_logprobs", "return_logprob": "logprobs", "inputs": "prompt"}
+
+_NOT_YET = "is not built in this version"
+_TOOLS = Refused(f"Tool calling {_NOT_YET}; leave the field out.", lambda value: value == [])
+
+_REFUSED_BOTH = {
+    **{name: Refused(f"This version does not have {what}; leave {name} out.", lambda value: value is False) for name, what in NOT_BUILT.items()},
+    **dict.fromkeys(("grammar", "json_schema", "regex"), Refused(f"Structured output {_NOT_YET}; leave the field out.")),
+    "response_format": Refused(
+        f"Structured output {_NOT_YET}; leave response_format out or send {{\"type\": \"text\"}}.", lambda value: value == {"type": "text"}
+    ),
+    "logits_processors": Refused("Logits processors run in the caller's process; use LLM.generate, logit_bias or allowed_token_ids."),
+    "prompt_embeds": Refused(f"Prompt embeddings {_NOT_YET}; send text or token ids."),
+    "lora_request": Refused(f"LoRA {_NOT_YET}."),
+    "kv_transfer_params": Refused(f"KV transfer {_NOT_YET}."),
+}
+
+COMMON: dict[str, Kind] = {
+    "model": kinds.string,
+    "max_tokens": kinds.integer,
+    "temperature": kinds.number,
+    "top_p": kinds.number,
+    "n": kinds.integer,
+    "stream": kinds.boolean,
+    "stream_options": kinds.stream_options,
+    "stop": kinds.string_or_strings,
+    "presence_penalty": kinds.number,
+    "frequency_penalty": kinds.number,
+    "logit_bias": kinds.logit_bias,
+    "seed": kinds.integer,
+    "best_of": kinds.integer,
+    "top_k": kinds.integer,
+    "min_p": kinds.number,
+    "repetition_penalty": kinds.number,
+    "use_beam_search": kinds.boolean,
+    "length_penalty": kinds.number,
+    "early_stopping": kinds.early_stopping,
+    "stop_token_ids": kinds.ids,
+    "include_stop_str_in_output": kinds.boolean,
+    "ignore_eos": kinds.boolean,
+    "min_tokens": kinds.integer,
+    "skip_special_tokens": kinds.boolean,
+    "spaces_between_special_tokens": kinds.boolean,
+    "truncate_prompt_tokens": kinds.integer,
+    "prompt_logprobs": kinds.integer,
+    "allowed_token_ids": kinds.ids,
+    "bad_words": kinds.strings,
+    "echo": kinds.boolean,
+    "add_special_tokens": kinds.boolean,
+    "priority": kinds.integer,
+    "cache_salt": kinds.salt,
+    "request_id": kinds.request_id,
+    "return_token_ids": kinds.boolean,
+    "return_tokens_as_token_ids": kinds.boolean,
+    **{name: kinds.anything for name in NO_EFFECT},
+}
+
+TEMPLATE: dict[str, Kind] = {
+    "add_generation_prompt": kinds.boolean,
+    "continue_final_message": kinds.boolean,
+    "chat_template": kinds.string,
+    "chat_template_kwargs": kinds.obj,
+}
+
+_TEMPLATE_REFUSED = {
+    "documents": Refused(f"Documents for retrieval {_NOT_YET}; put the text into a message.", lambda value: value == []),
+    "tools": _TOOLS,
+    "mm_processor_kwargs": Refused(f"Images and audio {_NOT_YET}."),
+}
+
+COMPLETIONS = Table(
+    fields={**COMMON, "prompt": kinds.raw, "logprobs": kinds.integer},
+    required=("model", "prompt"),
+    refused={**_REFUSED_BOTH, "suffix": Refused(f"suffix {_NOT_YET}; put the text after the gap into the prompt.", lambda value: value == "")},
+)
+
+CHAT = Table(
+    fields={
+        **COMMON,
+        **TEMPLATE,
+        "messages": kinds.raw,
+        "logprobs": kinds.boolean,
+        "top_logprobs": kinds.integer,
+        "max_completion_tokens": kinds.integer,
+    },
+    required=("model", "messages"),
+    refused={
+        **_REFUSED_BOTH,
+        **_TEMPLATE_REFUSED,
+        "tool_choice": Refused(f"Tool calling {_NOT_YET}; leave tool_choice out.", lambda value: value in ("none", "auto")),
+        "parallel_tool_calls": Refused("parallel_tool_calls is only allowed when tools are given."),
+        "functions": _TOOLS,
+        "function_call": Refused(f"Tool calling {_NOT_YET}; leave function_call out.", lambda value: value in ("none", "auto")),
+        "audio": Refused(f"Audio output {_NOT_YET}."),
+        "modalities": Refused(f"Output other than text {_NOT_YET}.", lambda value: value == ["text"]),
+        "prediction": Refused(f"Predicted output {_NOT_YET}."),
+        "reasoning_effort": Refused(f"reasoning_effort {_NOT_YET}; some models take a switch through chat_template_kwargs."),
+        "include_reasoning": Refused("Reasoning parsers are not built in this version, so all text is content."),
+        "verbosity": Refused(f"verbosity {_NOT_YET}."),
+        "web_search_options": Refused(f"Web search {_NOT_YET}."),
+        "suffix": Refused("Chat has no suffix."),
+    },
+)
+
+TOKENIZE = Table(
+    fields={
+        **TEMPLATE,
+        "model": kinds.string,
+        "prompt": kinds.raw,
+        "messages": kinds.raw,
+        "add_special_tokens": kinds.boolean,
+        "return_token_strs": kinds.boolean,
+    },
+    refused=_TEMPLATE_REFUSED,
+)
+
+DETOKENIZE = Table(fields={"model": kinds.string, "tokens": kinds.raw}, required=("tokens",))
+
+
+def check_fields(data: dict[str, Any], table: Table, allow_unknown: bool) -> tuple[dict[str, Any], list[str]]:
+    """The fields that were given, read by their kinds; null is absent. Also the names that were ignored, where that is allowed.
+
+    Raises ApiError 400 for the first field at fault. Linear in the body.
+    """
+    values: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in data.items():
+        kind = table.fields.get(name)
+        if value is None and (kind or name in table.refused):
+            continue
+        if kind is not None:
+            values[name] = kind.read(value, name)
+        elif (refused := table.refused.get(name)) is not None:
+            if not refused.neutral(value):
+                raise bad(name, refused.reason, "unsupported_field")
+        elif name in FOREIGN:
+            raise bad(name, f"Unknown field {name!r}; here this is {FOREIGN[name]}.", "unknown_field")
+        elif allow_unknown:
+            ignored.append(name)
+        else:
+            raise bad(name[:100], _unknown_text(name, table), "unknown_field")
+    for name in table.required:
+        if name not in values:
+            raise bad(name, f"The field {name} is required.", "missing_field")
+    return values, ignored
+
+
+def _unknown_text(name: str, table: Table) -> str:
+    shown = name[:100]
+    close = difflib.get_close_matches(shown, table.fields.keys(), n=1, cutoff=0.75)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"Unknown field {shown!r}.{hint} (--allow-unknown-fields makes the server accept such fields and ignore them.)"
+
+
+def json_schema(table: Table) -> dict[str, Any]:
+    """The table as OpenAPI sees it."""
+    return {
+        "type": "object",
+        "properties": {name: {} if kind is kinds.raw else kind.schema for name, kind in table.fields.items()},
+        "required": list(table.required),
+        "additionalProperties": False,
+    }

@@ -1,0 +1,120 @@
+"""What one server process is doing: its phase, its models' names, what is open.
+
+Owns: the server's phase, admission, the open requests.
+Reads: `config`, `frontend`, `server.metrics`.
+Never: parses a request or writes a response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from typing import Any
+
+from oarlock.config.sections import EngineConfig, ServerConfig
+from oarlock.frontend.inputs import default_sampling_fields
+from oarlock.messages import EngineInfo
+from oarlock.model_summary import ModelSummary
+from oarlock.server.errors import ApiError, bad, queue_full, unavailable
+from oarlock.server.metrics import ServerMetrics
+
+
+class Phase(enum.Enum):
+    LOADING = "loading"
+    SERVING = "serving"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class OpenRequest:
+    """One HTTP request that generates. Its work runs in `task`; `end` stops it for a reason that the client is told."""
+
+    __slots__ = ("error", "request_id", "task")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.task: asyncio.Task[None] | None = None
+        self.error: ApiError | None = None  # None while it runs, and when the client hung up
+
+    def end(self, error: ApiError | None) -> None:
+        if self.error is None:
+            self.error = error
+        if self.task is not None:
+            self.task.cancel()
+
+
+class ServerState:
+    """One for each server. Used on the event loop's thread only."""
+
+    def __init__(self, engine: EngineConfig, server: ServerConfig, api_keys: tuple[str, ...] = ()) -> None:
+        self.engine, self.server, self.api_keys = engine, server, api_keys
+        self.names = engine.model.served_model_name or (engine.model.model,)
+        self.created = int(time.time())
+        self.phase = Phase.LOADING
+        self.metrics = ServerMetrics(self.names[0])
+        self.open: set[OpenRequest] = set()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.num_prompts = 0  # prompts inside: waiting or running
+        # Set by `ready`:
+        self.llm: Any = None
+        self.tokenizer: Any = None
+        self.template: Any = None
+        self.summary: ModelSummary | None = None
+        self.defaults: dict[str, Any] = {}
+        self.max_prompts_inside = 0
+
+    def ready(self, llm: Any, tokenizer: Any, template: Any, summary: ModelSummary) -> None:
+        """The engine has started: begin to serve."""
+        self.llm, self.tokenizer, self.template, self.summary = llm, tokenizer, template, summary
+        defaults = default_sampling_fields(summary, self.engine.model.generation_config)
+        defaults.pop("max_tokens", None)  # a limit that nobody asked for would cut answers: the context is the limit
+        self.defaults = defaults
+        self.max_prompts_inside = self.info.max_num_seqs + self.engine.scheduler.max_waiting_requests
+        self.metrics.attach(self.info, self.engine, lambda: llm.stats)
+        self.phase = Phase.SERVING
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.llm.info
+
+    def is_healthy(self) -> bool:
+        return self.phase is Phase.SERVING and self.llm.is_alive()
+
+    def not_serving(self) -> ApiError | None:
+        """Why no request is taken now; None when they are."""
+        match self.phase:
+            case Phase.LOADING:
+                return unavailable("The model is still loading.", "loading", retry_after_s=2)
+            case Phase.DRAINING:
+                return unavailable("The server is shutting down.", "shutting_down", retry_after_s=5)
+            case Phase.DEAD:
+                return unavailable("The engine has ended; the server is shutting down.", "engine_dead")
+        return None
+
+    # ---------------------------------------------------------------- admission
+    def check_room(self, num_prompts: int = 1) -> None:
+        """Raises 429 when waiting and running prompts are at the bound, 400 when so many never fit."""
+        limit = self.max_prompts_inside
+        if num_prompts > limit:
+            raise bad("prompt", f"The request has {num_prompts} prompts; this server holds {limit} at a time. Send fewer.", "invalid_value")
+        if self.num_prompts + num_prompts > limit:
+            raise queue_full(f"The queue is full ({self.num_prompts} of {limit} prompts inside); try again.", retry_after_s=1)
+
+    def enter(self, opened: OpenRequest, num_prompts: int) -> None:
+        self.check_room(num_prompts)
+        self.open.add(opened)
+        self.idle.clear()
+        self.num_prompts += num_prompts
+
+    def leave(self, opened: OpenRequest, num_prompts: int) -> None:
+        self.open.discard(opened)
+        self.num_prompts -= num_prompts
+        if not self.open:
+            self.idle.set()
+
+    def end_all(self, error: ApiError) -> None:
+        """Stop every open request; each client is sent `error`."""
+        for opened in list(self.open):
+            opened.end(error)
