@@ -1,0 +1,62 @@
+"""What a configuration asks of a device: refused, or said to hold already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from oarlock.backend_api import Capabilities
+from oarlock.config.device_rules import check_device, notes_for
+from oarlock.config.resolve import resolve
+from oarlock.errors import UnsupportedByBackend
+
+HOST = Capabilities(dtypes=("float32", "bfloat16"), host_is_device=True, default_swap_bytes=0)
+GRAPHS = Capabilities(dtypes=("bfloat16",), execution="capture", block_sizes=(16,))
+
+
+def config(**values: Any) -> Any:
+    return resolve({"model": "m", **values}, host_bytes=1 << 40).engine
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "values", "words"),
+    [
+        (GRAPHS, {"block_size": 8}, ["--block-size 8", "takes 16"]),
+        (GRAPHS, {"dtype": "half"}, ["--dtype float16", "bfloat16"]),
+        (GRAPHS, {"threads": 2}, ["--threads 2"]),
+        (HOST, {"preemption_mode": "swap"}, ["--preemption-mode swap", "--swap-space"]),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused_with_what_it_can(capabilities: Capabilities, values: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UnsupportedByBackend) as caught:
+        check_device(capabilities, config(**values), "the device")
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_what_a_device_can_do_passes() -> None:
+    check_device(HOST, config(block_size=8, dtype="float", threads=2, preemption_mode="swap", swap_space=1), "the device")
+    check_device(GRAPHS, config(block_size=16, preemption_mode="swap"), "the device")
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "values", "flags"),
+    [
+        (HOST, {}, []),
+        (HOST, {"enforce_eager": True}, ["--enforce-eager"]),
+        (GRAPHS, {"enforce_eager": True}, []),
+        (HOST, {"max_seq_len_to_capture": 64}, ["--max-seq-len-to-capture"]),
+        (GRAPHS, {"max_seq_len_to_capture": 64}, []),
+        (GRAPHS, {"max_seq_len_to_capture": 64, "enforce_eager": True}, ["--max-seq-len-to-capture"]),
+        (HOST, {"disable_custom_all_reduce": True}, ["--disable-custom-all-reduce"]),
+        (HOST, {"max_parallel_loading_workers": 1}, ["--max-parallel-loading-workers"]),
+        (HOST, {"max_parallel_loading_workers": 1, "tensor_parallel_size": 2}, []),
+    ],
+)
+def test_what_already_holds_is_said_once(capabilities: Capabilities, values: dict[str, Any], flags: list[str]) -> None:
+    assert [note.split()[0].rstrip(":") for note in notes_for(capabilities, config(**values))] == flags
+
+
+def test_an_all_reduce_that_exists_is_really_turned_off() -> None:
+    asked = config(disable_custom_all_reduce=True, tensor_parallel_size=2)
+    assert notes_for(HOST, asked, custom_all_reduce=True) == []
