@@ -444,7 +444,9 @@ class _Progress:
         if use_tqdm and total:
             make_bar: Any = use_tqdm
             if use_tqdm is True:
-                from tqdm import tqdm as make_bar
+                import tqdm
+
+                make_bar = tqdm.tqdm
             self._bar = make_bar(total=total, desc="Processed prompts", dynamic_ncols=True)
 
     def finish(self, delta: RequestOutput) -> None:
