@@ -6,12 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from toy_frontend import BOS, END, EOS, SUMMARY, VOCAB_SIZE, WORD_IDS, ToyTokenizer, info
-
 from oarlock.config.sections import ModelConfig, ServerConfig
 from oarlock.errors import InvalidParameter, PromptTooLong, RequestError
 from oarlock.frontend.inputs import InputLimits, InputProcessor, default_sampling_fields
 from oarlock.sampling_params import SamplingParams
+from toy_frontend import BOS, END, EOS, SUMMARY, VOCAB_SIZE, WORD_IDS, ToyTokenizer, info
 
 DEFAULT = object()
 

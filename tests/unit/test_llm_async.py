@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 
 import pytest
-from toy_frontend import EOS, SUMMARY, ScriptedClient, ToyTokenizer, info, says
-
 from oarlock.async_llm import THREAD_CHARS, AsyncLLM
 from oarlock.errors import EngineDead, InvalidParameter, PromptTooLong, QueueFull, RequestError
 from oarlock.frontend.inputs import InputProcessor
 from oarlock.messages import Abort, EngineOutput, EngineOutputs, ErrorInfo, SchedulerStats
 from oarlock.sampling_params import SamplingParams
+from toy_frontend import EOS, SUMMARY, ScriptedClient, ToyTokenizer, info, says
 
 
 class Served:

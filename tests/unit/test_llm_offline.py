@@ -8,13 +8,12 @@ import threading
 import weakref
 
 import pytest
-from toy_frontend import EOS, SUMMARY, ScriptedClient, ToyTokenizer, info, says
-
 from oarlock.config.sections import EngineConfig, ModelConfig, SchedulerConfig
 from oarlock.errors import EngineDead, InvalidParameter, NotBuilt, OarlockError, PromptTooLong, WorkerError
 from oarlock.llm import LLM
 from oarlock.messages import EngineOutput, EngineOutputs, ErrorInfo, SchedulerStats
 from oarlock.sampling_params import BeamSearchParams, SamplingParams
+from toy_frontend import EOS, SUMMARY, ScriptedClient, ToyTokenizer, info, says
 
 QUIET = {"use_tqdm": False}
 

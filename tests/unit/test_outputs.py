@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_frontend import BOS, END, EOS, WORD_IDS, WORDS, ToyTokenizer, position
-
 from oarlock.errors import EngineDead, InvalidParameter, PromptTooLong, QueueFull, RequestError, WorkerError
 from oarlock.frontend.collect import Collector
 from oarlock.frontend.outputs import OutputProcessor, exception_for
 from oarlock.frontend.stop import StopMatcher
 from oarlock.messages import Abort, EngineOutput, EngineOutputs, EngineRequest, ErrorInfo, SchedulerStats
 from oarlock.sampling_params import SamplingParams
+from toy_frontend import BOS, END, EOS, WORD_IDS, WORDS, ToyTokenizer, position
 
 NO_STATS = SchedulerStats()
 

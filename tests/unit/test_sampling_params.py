@@ -9,7 +9,6 @@ import pickle
 
 import numpy as np
 import pytest
-
 from oarlock.errors import InvalidParameter, RequestError
 from oarlock.sampling_params import FOREIGN_NAMES, NOT_BUILT, BeamSearchParams, SamplingParams
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from oarlock.engine.client import EngineClient
 from oarlock.errors import EngineDead
@@ -35,7 +36,7 @@ class ToyTokenizer:
     eos_token_id: int | None = EOS
     all_special_ids = frozenset(SPECIALS)
     chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    special_tokens_map: dict[str, str] = {}
+    special_tokens_map: ClassVar[dict[str, str]] = {}
 
     def __init__(self, bos_token_id: int | None = BOS, *, adds_bos: bool = False) -> None:
         self.bos_token_id = bos_token_id
