@@ -1,0 +1,214 @@
+"""The command line: commands are found lazily, errors are one line, the tables say what is known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plugin_fakes import HOST, broken, catalogue, device, driver_problem, hint, no_hardware
+
+import oarlock
+from oarlock.backend_api import Claims, ProbeResult
+from oarlock.cli import devices, doctor, main, plan
+from oarlock.cli.main import COMMANDS, available as commands
+from oarlock.config.resolve import resolve
+from oarlock.errors import BackendUnavailable, ConfigError
+from oarlock.model_summary import ModelSummary
+from oarlock.plugins import select_device
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands in for the server; collects what it was given."""
+    got: list[Any] = []
+    fake = types.ModuleType("oarlock.server.app")
+    fake.run_server = lambda resolved: got.append(resolved) or 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "oarlock.server.app", fake)
+    return got
+
+
+def test_help_lists_the_commands_that_exist_and_only_those(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "not-written", ("oarlock.cli.not_written:main", "nothing"))
+    assert main.main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in ("serve", "devices", "doctor", "plan"))
+    assert "not-written" not in listed
+    assert main.main(["not-written"]) == 2
+
+
+def test_every_listed_command_can_be_run_for_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in commands():
+        with pytest.raises(SystemExit) as ended:
+            main.main([name, "--help"])
+        assert ended.value.code == 0, name
+        assert "usage: oarlock" in capsys.readouterr().out
+
+
+def test_no_command_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 2
+    assert "usage: oarlock" in capsys.readouterr().out
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"oarlock {oarlock.__version__}\n"
+
+
+@pytest.mark.parametrize(("argv", "words"), [(["srve"], ["unknown command srve", "did you mean serve?"]), (["--port"], ["unknown option --port"])])
+def test_an_unknown_command_suggests_one(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(argv) == 2
+    text = capsys.readouterr().err
+    assert all(word in text for word in words) and text.count("\n") == 1
+
+
+def test_a_wrong_flag_is_one_line_and_exit_code_2(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["serve", "m", "--max-modl-len", "100"]) == 2
+    assert capsys.readouterr().err == "oarlock serve: error: unknown option --max-modl-len; did you mean --max-model-len?\n"
+    assert served == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("a b c"), 2), (BackendUnavailable("a b c"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise error
+
+    monkeypatch.delenv("OARLOCK_TRACEBACK", raising=False)
+    assert main.run(fail, "prog") == code
+    assert capsys.readouterr().err == ("" if code == 130 else "prog: error: a b c\n")
+    if code != 130:
+        monkeypatch.setenv("OARLOCK_TRACEBACK", "1")
+        with pytest.raises(type(error)):
+            main.run(fail, "prog")
+
+
+def test_serve_hands_the_resolved_configuration_to_the_server(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OARLOCK_API_KEY", "secret")
+    assert main.main(["serve", "m", "--max_num_seqs", "8", "--port", "0"]) == 0
+    (resolved,) = served
+    assert (resolved.engine.model.model, resolved.engine.scheduler.max_num_seqs, resolved.server.port) == ("m", 8, 0)
+    assert resolved.server.api_keys == ("secret",)
+
+
+def test_the_older_module_takes_the_same_flags() -> None:
+    command = [sys.executable, "-m", "oarlock.entrypoints.openai.api_server"]
+    ran = subprocess.run([*command, "--model", "m", "--enable-lora"], capture_output=True, text=True, timeout=30, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("python -m oarlock.entrypoints.openai.api_server: error: --enable-lora: ") and ran.stderr.count("\n") == 1
+
+
+# ---------------------------------------------------------------- devices, doctor
+def table(found: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, str]]]:
+    monkeypatch.setattr(devices, "discover", lambda: found)
+    code = devices.main(["--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_devices_shows_installed_broken_and_missing_ones(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    hints = (HOST, hint("here", present=True, install="pip install ./backends/here"), hint("gone", present=False))
+    found = catalogue(device("host", priority=0), device("fast", driver_problem), broken("bad"), hints=hints)
+    code, rows = table(found, monkeypatch, capsys)
+    assert code == 0
+    by_name = {row["device"]: row for row in rows}
+    assert by_name["host"] | {"package": "oarlock-host", "version": "1.2.3", "API": "1.0", "status": "available"} == by_name["host"]
+    assert (by_name["fast"]["status"], by_name["fast"]["remedy"]) == ("driver_problem", "install the driver")
+    assert by_name["bad"]["status"] == "error" and "missing_part" in by_name["bad"]["reason"]
+    assert by_name["here"]["remedy"] == "pip install ./backends/here" and "/dev/here0" in by_name["here"]["reason"]
+    assert by_name["gone"]["remedy"] == "" and "no such backend yet" in by_name["gone"]["reason"]
+
+
+def test_devices_fails_when_none_is_available(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert table(catalogue(device("fast", no_hardware)), monkeypatch, capsys)[0] == 1
+
+
+def test_the_table_wraps_its_last_columns_and_loses_no_word() -> None:
+    long = "many words " * 12
+    text = devices.table(devices.COLUMNS, [("d", "p", "1", "1.0", "error", long, long)], width=100)
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.count("many") == 24
+
+
+def test_doctor_reports_plugins_and_the_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = catalogue(device("host", priority=0), broken("bad"))
+    report = {
+        "text": "a machine", "torch": "0", "threads": 3, "memory": "1 of 2", "capabilities": {"dtypes": ["float32"]},
+        "ops": [("rms_norm", "reference", "quick: no bfloat16")], "parts": [],
+    }  # fmt: skip
+    monkeypatch.setattr(doctor, "discover", lambda: found)
+    monkeypatch.setattr(doctor, "inspect", lambda name, threads: (report, ""))
+    assert doctor.main([]) == 0
+    text = capsys.readouterr().out
+    for word in ("Broken: bad", "Traceback", "Device host", "3 threads", "float32", "rms_norm  reference   rejected: quick: no bfloat16", "host memory"):
+        assert word in text
+
+
+def test_doctor_says_why_a_device_could_not_be_examined(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "discover", lambda: catalogue(device("host", priority=0, torch_install="pip install torch")))
+    monkeypatch.setattr(doctor, "inspect", lambda name, threads: (None, "it fell over"))
+    assert doctor.main([]) == 1
+    text = capsys.readouterr().out
+    assert "examination failed: it fell over" in text and "pip install torch" in text
+    assert doctor.main(["--device", "none-such"]) == 1
+    assert "--device none-such: no installed package provides it" in capsys.readouterr().out
+
+
+def test_the_examination_survives_a_child_that_dies() -> None:
+    report, problem = doctor.inspect("none-such")
+    assert report is None and "none-such" in problem and "exit code 1" in problem
+
+
+# ---------------------------------------------------------------- plan
+SUMMARY = ModelSummary(
+    path="", architecture="TestForCausalLM", num_layers=4, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16,
+    vocab_size=100, max_model_len=1024, derived_max_model_len=2048, dtype="bfloat16",
+)  # fmt: skip
+
+
+def make(claims: Claims, monkeypatch: pytest.MonkeyPatch, **values: Any) -> str:
+    monkeypatch.setattr(plan, "loaded_bytes", lambda summary, item: 1 << 20)
+    found = catalogue(device("fast", lambda: ProbeResult("available", "fine", claims=claims)))
+    return plan.report(resolve({"model": "m", **values}).engine, select_device("fast", found), SUMMARY)
+
+
+def test_the_plan_is_worked_out_from_headers_and_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = make(Claims(dtypes=("bfloat16",), block_sizes=(32,), memory_bytes=1 << 30), monkeypatch, num_blocks_override=64)
+    # 4 layers, keys and values, 2 heads of 16, 2 bytes: 512 bytes a token; 65 blocks of 32 tokens with the null block.
+    assert "1.0 MiB   64 blocks of 32 tokens: 2.0 requests of 1024" in text
+    assert "bfloat16, context 1024 (the checkpoint allows 2048)" in text and "fast: fine" in text
+
+
+def test_the_plan_shares_heads_among_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = Claims(dtypes=("bfloat16",), block_sizes=(32,), memory_bytes=1 << 30)
+    assert "0.5 MiB   64 blocks" in make(claims, monkeypatch, num_blocks_override=64, tensor_parallel_size=2)
+
+
+def test_the_plan_refuses_what_the_device_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--dtype float32: the device computes in bfloat16"):
+        make(Claims(dtypes=("bfloat16",), memory_bytes=1 << 30), monkeypatch, dtype="float32")
+    with pytest.raises(ConfigError, match="does not say how much memory"):
+        make(Claims(), monkeypatch)
+
+
+def test_plan_reads_a_real_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50, "max_position_embeddings": 256, "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 4096)
+    claims = Claims(dtypes=("float32",), memory_bytes=1 << 30)
+    found = catalogue(device("fast", lambda: ProbeResult("available", "fine", claims=claims)))
+    monkeypatch.setattr(plan, "select_device", lambda name: select_device(name, found))
+    assert main.main(["plan", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "LlamaForCausalLM, 2 layers, float32, context 256" in text and "weights                0.0 MiB" in text
+    assert main.main(["plan", str(tmp_path), "--kv-cache-memory", "1KiB"]) == 2
+    assert "KV cache is too small" in capsys.readouterr().err
+
+
