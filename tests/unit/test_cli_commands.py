@@ -9,17 +9,17 @@ import types
 from pathlib import Path
 from typing import Any
 
-import pytest
-from plugin_fakes import HOST, broken, catalogue, device, driver_problem, hint, no_hardware
-
 import oarlock
+import pytest
 from oarlock.backend_api import Claims, ProbeResult
 from oarlock.cli import devices, doctor, main, plan
-from oarlock.cli.main import COMMANDS, available as commands
+from oarlock.cli.main import COMMANDS
+from oarlock.cli.main import available as commands
 from oarlock.config.resolve import resolve
 from oarlock.errors import BackendUnavailable, ConfigError
 from oarlock.model_summary import ModelSummary
 from oarlock.plugins import select_device
+from plugin_fakes import HOST, broken, catalogue, device, driver_problem, hint, no_hardware
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from oarlock.backend_api import Capabilities
 from oarlock.config.device_rules import check_device, notes_for
 from oarlock.config.resolve import resolve

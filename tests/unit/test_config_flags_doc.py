@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
 from oarlock.config.option import flag
 from oarlock.config.options import OPTIONS
 

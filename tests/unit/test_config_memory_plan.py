@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from oarlock.errors import ConfigError
 from oarlock.kv_spec import KVGroup
 from oarlock.memory_plan import MemoryNeeds, available_host_bytes, plan_memory, total_host_bytes

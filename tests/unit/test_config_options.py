@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import pytest
-
 from oarlock.config import sections
 from oarlock.config.option import Option, coerce, flag
 from oarlock.config.options import BY_NAME, ELSEWHERE, OPTIONS

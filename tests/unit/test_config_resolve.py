@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-
 from oarlock.config.resolve import from_dict, resolve, to_dict, token_budget
 from oarlock.config.sections import SchedulerConfig
 from oarlock.errors import ConfigError

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from oarlock.errors import ApiVersionMismatch, BackendNotFound, BackendUnavailable, PluginError
+from oarlock.plugins import DEVICE_GROUP, select_device
 from plugin_fakes import (
     HOST,
     Dist,
@@ -21,9 +23,6 @@ from plugin_fakes import (
     raising,
     unsupported,
 )
-
-from oarlock.errors import ApiVersionMismatch, BackendNotFound, BackendUnavailable, PluginError
-from oarlock.plugins import DEVICE_GROUP, select_device
 
 PROCESSOR = device("host", priority=0)
 SIMULATOR = device("simulator", priority=-10)
@@ -208,6 +207,6 @@ def test_another_api_version_says_which_side_to_upgrade(version: tuple[int, int]
 def test_modules_of_several_devices_and_features_are_told_apart() -> None:
     first, second = device("first"), device("second", priority=5)
     both = Entry("both", DEVICE_GROUP, Dist("oarlock-both"), lambda: module(devices=lambda: [*first.load().devices(), *second.load().devices()]))
-    found = catalogue(both, feature("extra", lambda: module(extensions=lambda: [])))
+    found = catalogue(both, feature("extra", lambda: module(extensions=list)))
     assert [row.device for row in found.rows()] == ["first", "second"]
     assert select_device("second", found).distribution == "oarlock-both"
