@@ -133,7 +133,7 @@ def _check(engine: s.EngineConfig, server: s.ServerConfig, typed: frozenset[str]
     if cache.kv_cache_bytes is not None and cache.device_memory_utilization is not None:
         warnings.append(f"{name('kv-cache-memory')} wins over {name('device-memory-utilization')}, which has no effect")
     if model.trust_remote_code:
-        warnings.append(f"{name('trust-remote-code')}: Python code from {model.model} may run in this process")
+        warnings.append(f"{name('trust-remote-code')}: Python code that comes with {model.model} is allowed to run")
     if cache.swap_space_bytes:
         warnings += _check_swap(cache.swap_space_bytes, parallel.tensor_parallel_size, name("swap-space"), host_bytes)
     return warnings

@@ -24,13 +24,16 @@ OPTIONS: tuple[Option, ...] = (
     _option("tokenizer", "str", None, "Hub name or folder of the tokenizer. Unset: the model's.", "model.tokenizer"),
     _option("skip-tokenizer-init", "bool", False, "Load no tokenizer: prompts are token ids, answers are token ids.", "model.skip_tokenizer_init"),
     _option("revision", "str", None, "Branch, tag or commit of the model.", "model.revision"),
-    _option("code-revision", "str", None, "Branch, tag or commit of the model's own code, with --trust-remote-code.", "model.code_revision"),
+    _option(
+        "code-revision", "str", None, "Branch, tag or commit of the model's own code, with --trust-remote-code.", "model.code_revision",
+        fate="refused", feature="loading of a checkpoint's code from a revision of its own", remedy="use --revision for weights and code together",
+    ),
     _option("tokenizer-revision", "str", None, "Branch, tag or commit of the tokenizer. Unset: --revision.", "model.tokenizer_revision"),
     _option(
         "tokenizer-mode", "str", "auto", "auto: the fast tokenizer; slow: the Python one, where there is one.", "model.tokenizer_mode",
         choices=("auto", "slow"),
     ),
-    _option("trust-remote-code", "bool", False, "Let code that comes with the checkpoint run.", "model.trust_remote_code"),
+    _option("trust-remote-code", "bool", False, "Allow code that comes with the checkpoint to run, where a model needs it.", "model.trust_remote_code"),
     _option("download-dir", "str", None, "Where downloads are kept. Unset: the hub's own cache.", "model.download_dir"),
     _option(
         "load-format", "str", "auto", "Which weight files are read. auto: safetensors, else PyTorch files; a .gguf file is known by its name.",
