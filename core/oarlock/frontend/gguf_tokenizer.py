@@ -36,6 +36,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), (_WORDS_QWEN2,)),
     "tekken": (_WORDS_TEKKEN,),
 }
+# Vocabularies of which a whole word is looked up before merging, and which get a BOS where the file does not say.
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 
 
 def build_tokenizer(header: GGUFHeader) -> Tokenizer:
@@ -65,7 +67,7 @@ def build_tokenizer(header: GGUFHeader) -> Tokenizer:
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
     if tokenizer.get_vocab_size() != vocab_size:
         raise ModelError(f"{header.path} is corrupt: a control token is not in its vocabulary")
-    _add_bos_and_eos(tokenizer, meta, tokens, kind)
+    _add_bos_and_eos(tokenizer, meta, tokens)
     return tokenizer
 
 
@@ -96,11 +98,12 @@ def _byte_level(header: GGUFHeader, tokens: list[str], types: list[int]) -> Toke
         raise ModelError(f"{header.path} is corrupt: a gpt2 vocabulary without tokenizer.ggml.merges")
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     try:
-        # Vocabularies of this kind look a word up before they merge (ignore_merges), where their makers did.
-        model = BPE(vocab=vocab, merges=pairs, fuse_unk=False, ignore_merges=pre in ("llama-bpe", "llama3", "llama-v3", "tekken"))
+        model = BPE(vocab=vocab, merges=pairs, fuse_unk=False, ignore_merges=pre in _WHOLE_WORDS_FIRST)
     except Exception as error:  # noqa: BLE001  the library raises plain Exception
         raise ModelError(f"{header.path} is corrupt: its merges do not fit its vocabulary ({error})") from None
     tokenizer = Tokenizer(model)
+    if _WORDS[pre] == (_WORDS_QWEN2,) and pre != "stablelm2":
+        tokenizer.normalizer = normalizers.NFC()  # the file does not say it; Qwen's own tokenizers do it
     split = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _WORDS[pre]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
@@ -151,10 +154,11 @@ def _merges(order: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
     return merges
 
 
-def _add_bos_and_eos(tokenizer: Tokenizer, meta: dict[str, Any], tokens: list[str], kind: str) -> None:
-    """What `encode` puts around a text. Sentencepiece files that do not say get a BOS, as llama.cpp does."""
+def _add_bos_and_eos(tokenizer: Tokenizer, meta: dict[str, Any], tokens: list[str]) -> None:
+    """What `encode` puts around a text. Sentencepiece files, and some others, get a BOS unless they say otherwise."""
     around = []
-    for name, default in (("bos", kind == "llama"), ("eos", False)):
+    by_default = meta.get("tokenizer.ggml.model") == "llama" or meta.get("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
+    for name, default in (("bos", by_default), ("eos", False)):
         token_id = meta.get(f"tokenizer.ggml.{name}_token_id")
         wanted = meta.get(f"tokenizer.ggml.add_{name}_token", default) and token_id is not None and 0 <= token_id < len(tokens)
         around.append((tokens[token_id], token_id) if wanted else None)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
@@ -231,6 +231,8 @@ def _from_folder(folder: Path) -> Tokenizer:
     settings = {**_read_json(folder / "special_tokens_map.json"), **settings}
     named = {key: text for key in ("bos_token", "eos_token", "unk_token", "pad_token") if (text := _text(settings.get(key)))}
     backend = _backend(folder, named)
+    if backend.normalizer is None and str(settings.get("tokenizer_class", "")).startswith("Qwen2Tokenizer"):
+        backend.normalizer = normalizers.NFC()  # this class always normalises; conversions lose it from tokenizer.json
     # The two flags, where they are given, win over what tokenizer.json puts around a text.
     if "add_bos_token" in settings or "add_eos_token" in settings:
         ends = {key: named.get(key) if settings.get(f"add_{key}") else None for key in ("bos_token", "eos_token")}
