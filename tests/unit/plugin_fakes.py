@@ -63,6 +63,11 @@ def module(**hooks: Callable[..., Any]) -> types.ModuleType:
     return made
 
 
+def nothing() -> list[Any]:
+    """A hook that answers no record."""
+    return []
+
+
 def feature(name: str, load: Callable[[], Any]) -> Entry:
     return Entry(name, PLUGIN_GROUP, Dist(f"oarlock-{name}"), load)
 

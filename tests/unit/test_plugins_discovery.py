@@ -11,7 +11,7 @@ from oarlock.backend_api import DeviceSpec, ProbeResult
 from oarlock.errors import PluginError
 from oarlock.hints import install_command, load_hints
 from oarlock.plugins import DEVICE_GROUP, PLUGIN_GROUP, apply_environment, collect, discover, hook_calls, select_device, worker_plugins
-from plugin_fakes import HOST, Dist, Entry, available, broken, catalogue, device, feature, module, raising
+from plugin_fakes import HOST, Dist, Entry, available, broken, catalogue, device, feature, module, nothing, raising
 
 
 def entry(load: Any, group: str = DEVICE_GROUP) -> Entry:
@@ -26,7 +26,7 @@ def spec(**changes: Any) -> DeviceSpec:
     ("load", "words"),
     [
         (broken("x").load, ["ImportError", "missing_part"]),
-        (lambda: module(devices=list), ["yields no DeviceSpec"]),
+        (lambda: module(devices=nothing), ["yields no DeviceSpec"]),
         (lambda: module(), ["yields no DeviceSpec"]),
         (lambda: module(devices=lambda: spec()), ["returned DeviceSpec; a list is needed"]),
         (lambda: module(devices=lambda: ["odd"]), ["yielded str instead of DeviceSpec"]),
@@ -34,7 +34,7 @@ def spec(**changes: Any) -> DeviceSpec:
         (lambda: module(devices=lambda: [spec(name="Odd")]), ["lower case"]),
         (lambda: module(devices=lambda: [spec(factory="odd")]), ["factory"]),
         (lambda: module(devices=lambda: 1 / 0), ["its hook devices raised ZeroDivisionError"]),
-        (lambda: module(devices=lambda: [spec()], devicez=list), ["devicez"]),
+        (lambda: module(devices=lambda: [spec()], devicez=nothing), ["devicez"]),
         (lambda: module(devices=lambda colour: [spec()]), ["colour"]),
     ],
 )
@@ -48,7 +48,7 @@ def test_a_broken_plugin_is_recorded_with_its_traceback_and_ends_nothing(load: A
 
 
 def test_a_feature_plugin_of_another_api_is_recorded() -> None:
-    made = module(extensions=list)
+    made = module(extensions=nothing)
     made.OARLOCK_API = (9, 0)  # type: ignore[attr-defined]
     (bad,) = catalogue(feature("extra", lambda: made)).broken()
     assert "upgrade oarlock" in bad.error

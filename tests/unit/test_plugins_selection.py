@@ -20,6 +20,7 @@ from plugin_fakes import (
     hint,
     module,
     no_hardware,
+    nothing,
     raising,
     unsupported,
 )
@@ -207,6 +208,6 @@ def test_another_api_version_says_which_side_to_upgrade(version: tuple[int, int]
 def test_modules_of_several_devices_and_features_are_told_apart() -> None:
     first, second = device("first"), device("second", priority=5)
     both = Entry("both", DEVICE_GROUP, Dist("oarlock-both"), lambda: module(devices=lambda: [*first.load().devices(), *second.load().devices()]))
-    found = catalogue(both, feature("extra", lambda: module(extensions=list)))
+    found = catalogue(both, feature("extra", lambda: module(extensions=nothing)))
     assert [row.device for row in found.rows()] == ["first", "second"]
     assert select_device("second", found).distribution == "oarlock-both"
