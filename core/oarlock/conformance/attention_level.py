@@ -1,0 +1,189 @@
+"""Level 3: the attention and KV cache that core would choose, against dense attention in float64 on the host.
+
+Owns: the scenarios and the matrix of head counts, head sizes, block sizes, windows and soft caps.
+Reads: `paging`.
+Never: looks into a cache beyond whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+from oarlock.backend_api import Support
+from oarlock.backend_api.runtime import AttentionParams
+from oarlock.conformance.cases import Case, CheckFailed, Measure
+from oarlock.conformance.metrics import same_bits
+from oarlock.conformance.paging import World
+from oarlock.conformance.subject import DTYPES, Subject
+from oarlock.shapes import BucketTable, ShapePolicy
+
+LEVEL = 3
+LIMITS = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 5e-4}
+# One shape of each kind, so that a compiled device compiles few programs; 8 blocks hold every row below at block size 8.
+PADDED = BucketTable(decode_rows=(5,), chunk_rows=(3,), chunk_tokens=(72,), chunk_lens=(48,), blocks=(8,), out_rows=(8,))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One column of the matrix. block_size None: the device's preferred one."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    def __str__(self) -> str:
+        extra = "".join(f",{name}={value}" for name, value in (("window", self.window), ("softcap", self.softcap)) if value is not None)
+        block = "" if self.block_size is None else f",block={self.block_size}"
+        return f"heads={self.heads}/{self.kv_heads},dim={self.head_dim}{block}{extra}"
+
+    def params(self) -> AttentionParams:
+        return AttentionParams(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5, self.window, self.softcap)
+
+
+def _worst(found: list[Measure]) -> Measure:
+    return Measure(max(m.nmse for m in found), found[0].limit, max(m.max_abs for m in found))
+
+
+# ---- scenarios: each is given a world with no rows and returns the worst measure
+
+
+def prefill(world: World, limit: float) -> Measure:
+    """Whole prompts in one step: shorter than a block, exactly one, and longer."""
+    plan = {world.add(n): n for n in (5, world.block_size, 37)}
+    return world.step(plan, limit)[0]
+
+
+def chunk(world: World, limit: float) -> Measure:
+    """One prompt in chunks that end inside blocks, the second of a single token."""
+    row = world.add(41)
+    return _worst([world.step({row: n}, limit)[0] for n in (13, 1, 16, 11)])
+
+
+def decode(world: World, limit: float) -> Measure:
+    """Several rows, a token at a time, over a block's end."""
+    size = world.block_size
+    rows = {world.add(n + 3): n for n in (2, size - 1, size, 40)}
+    found = [world.step({row: n}, limit)[0] for row, n in rows.items()]
+    return _worst(found + [world.step(dict.fromkeys(rows, 1), limit)[0] for _ in range(3)])
+
+
+def mixed(world: World, limit: float) -> Measure:
+    """Rows that decode beside rows that compute chunks of different lengths."""
+    a, b, c, d = (world.add(n) for n in (20, 3, 45, 26))
+    found = [world.step({a: 18, b: 2}, limit)[0], world.step({a: 1, b: 1, c: 19, d: 3}, limit)[0]]
+    return _worst([*found, world.step({a: 1, c: 26, d: 22}, limit)[0], world.step({d: 1}, limit)[0]])
+
+
+def shared(world: World, limit: float) -> Measure:
+    """Two rows over the same first blocks; the owner goes away and the blocks stay."""
+    size = world.block_size
+    a = world.add(2 * size + 5)
+    found = [world.step({a: 2 * size + 3}, limit)[0]]
+    b, c = world.add(2 * size + 9, like=(a, 2 * size)), world.add(size + 1, like=(a, size))
+    return _worst([*found, world.step({a: 1, b: 8, c: 1}, limit)[0], world.step({a: 1, b: 1}, limit)[0]])
+
+
+def freed(world: World, limit: float) -> Measure:
+    """A row ends, its blocks are poisoned and given to the next one, whose stale table entries point at poison."""
+    a, b = world.add(30), world.add(40)
+    found = [world.step({a: 30, b: 17}, limit)[0]]
+    world.drop(a)
+    c = world.add(23)
+    return _worst([*found, world.step({b: 1, c: 22}, limit)[0], world.step({b: 22, c: 1}, limit)[0]])
+
+
+def window(world: World, limit: float) -> Measure:
+    """Blocks behind the window are freed and poisoned while the row goes on."""
+    a, b = world.add(46), world.add(9)
+    found = []
+    for plan in ({a: 21, b: 4}, {a: 1, b: 5}, {a: 9}, {a: 1}, {a: 14}):
+        found.append(world.step(plan, limit)[0])
+        world.slide()
+    return _worst(found)
+
+
+def copies(world: World, limit: float) -> Measure:
+    """A branch: blocks are copied, both rows go on apart; then the copy of a row gives the row's own bits."""
+    a = world.add(29)
+    found = [world.step({a: 27}, limit)[0]]
+    row = world.rows[a]
+    b = world.add(29)
+    twin = world.rows[b]
+    twin.query, twin.key, twin.value, twin.done = row.query.clone(), row.key.clone(), row.value.clone(), row.done
+    twin.blocks = [world.free.pop() for _ in row.blocks]
+    world.copy(row.blocks, twin.blocks)
+    measure, out = world.step({a: 1, b: 1}, limit)
+    if not same_bits(out[a], out[b]):
+        raise CheckFailed("a row and its copy, side by side, give different bits")
+    twin.key[28], twin.value[28] = -twin.key[28], -twin.value[28]
+    return _worst([*found, measure, world.step({a: 1, b: 1}, limit)[0]])
+
+
+def padding(world: World, limit: float) -> Measure:
+    """The same steps exact and padded: real rows agree, padded rows are finite and write nothing."""
+    other = World(world.subject, world.params, str(world.dtype).removeprefix("torch."), world.block_size, ShapePolicy(PADDED), seed=1)
+    found = []
+    for w in (world, other):
+        w.random.manual_seed(7)
+        a, b, c = w.add(9), w.add(30), w.add(12)
+        found.append([w.step({a: 8, b: 20}, limit), w.step({a: 1, b: 9, c: 11}, limit), w.step({b: 1, c: 1}, limit)])
+    return _worst([measure for steps in found for measure, _ in steps])
+
+
+Scenario = Callable[[World, float], Measure]
+_PLAIN: tuple[Scenario, ...] = (prefill, chunk, decode, mixed, shared, freed, copies, padding)
+_SETTINGS = (
+    *(Setting(heads, kv_heads) for heads, kv_heads in ((4, 4), (8, 1), (9, 3), (16, 2))),
+    *(Setting(head_dim=size) for size in (72, 80, 96, 112, 128, 192, 256)),
+    *(Setting(softcap=cap) for cap in (0.5, 30.0)),
+)
+_WINDOWS = (1, 5, 16, 24)
+
+
+def cases() -> Iterator[Case]:
+    """Every scenario at the plain setting, the mixed one at all others; all of all under --full."""
+    for dtype in LIMITS:
+        for scenario in _PLAIN:
+            yield _case(scenario, Setting(), dtype, quick=True)
+        for size in _WINDOWS:
+            yield _case(window, Setting(window=size), dtype, quick=True)
+        for size in (8, 12, 16, 32, 64, 128):
+            yield _case(mixed, Setting(block_size=size), dtype, quick=True)
+            yield _case(window, Setting(block_size=size, window=19), dtype, quick=True)
+        for setting in _SETTINGS:
+            yield _case(mixed, setting, dtype, quick=True)
+            for scenario in _PLAIN:
+                if scenario is not mixed:
+                    yield _case(scenario, setting, dtype, quick=False)
+        for setting, size in product(_SETTINGS, _WINDOWS):
+            yield _case(window, Setting(setting.heads, setting.kv_heads, setting.head_dim, None, size, setting.softcap), dtype, quick=False)
+
+
+def _case(scenario: Scenario, setting: Setting, dtype: str, *, quick: bool) -> Case:
+    case_id = f"attention[{dtype},{scenario.__name__},{setting}]"
+    run = partial(_run, scenario, setting, dtype, case_id)
+    return Case(case_id, LEVEL, run, "paged_attention", dtype, partial(_declared, setting, dtype), quick)
+
+
+def _declared(setting: Setting, dtype: str, subject: Subject) -> Support:
+    """Core asks only for dtypes and block sizes that the device declares; every head size must work, by the reference if need be."""
+    reasons = [] if dtype in subject.dtypes else [f"the device declares {', '.join(subject.dtypes)}"]
+    sizes = subject.device.capabilities.block_sizes
+    if setting.block_size is not None and setting.block_size not in sizes:
+        reasons.append(f"the device declares block sizes {', '.join(map(str, sizes))}")
+    return Support(not reasons, tuple(reasons))
+
+
+def _run(scenario: Scenario, setting: Setting, dtype: str, case_id: str, subject: Subject) -> Measure:
+    assert dtype in DTYPES
+    caps = subject.device.capabilities
+    policy = ShapePolicy(BucketTable() if caps.dynamic_shapes else PADDED)
+    seed = Case(case_id, LEVEL, lambda _: None).seed
+    world = World(subject, setting.params(), dtype, setting.block_size or caps.block_sizes[0], policy, seed)
+    return scenario(world, subject.limit("paged_attention", dtype, LIMITS[dtype]))

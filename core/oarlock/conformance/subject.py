@@ -1,0 +1,146 @@
+"""The device under test, with the implementations that core would choose for it.
+
+Owns: `Subject`: the device, its ops, attention and graph runner; guarded uploads.
+Reads: `plugins`, `runtime.choice`.
+Never: chooses otherwise than the worker does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import oarlock.runtime.reference  # noqa: F401  registers core's ops
+from oarlock.backend_api import ConformanceProfile, DeviceSpec
+from oarlock.backend_api.runtime import Attention, AttentionParams, Device, GraphRunner, Ops
+from oarlock.backend_api.runtime.ops import resolve
+from oarlock.conformance.cases import CheckFailed
+from oarlock.conformance.metrics import same_bits
+from oarlock.device_choice import Selection
+from oarlock.plugins import collect, worker_plugins
+from oarlock.runtime.choice import choose_attention, choose_graph_runner, choose_ops
+
+GUARD = 256  # elements before and after each guarded tensor; keeps any alignment up to 256 bytes
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Guarded:
+    """A tensor on the device inside a larger one whose ends must stay as they were."""
+
+    name: str
+    tensor: torch.Tensor  # on the device
+    whole: torch.Tensor  # on the device
+    sent: torch.Tensor  # what `whole` was, on the host
+
+    def check(self, subject: Subject, may_change: bool) -> None:
+        """Raises CheckFailed when the ends, or the inside unless it may change, are not what was sent."""
+        now = subject.device.to_host(self.whole)
+        ends = [slice(0, GUARD), slice(len(now) - GUARD, None)]
+        if not all(same_bits(now[part], self.sent[part]) for part in ends):
+            raise CheckFailed(f"memory beside argument {self.name} was written")
+        if not may_change and not same_bits(now, self.sent):
+            raise CheckFailed(f"argument {self.name} was changed; the op's definition does not say that it may be")
+
+
+@dataclass
+class Subject:
+    """Made once a run, after the device was selected. Everything that computes runs inside `session()`."""
+
+    spec: DeviceSpec
+    selection: Selection
+    plugins: Any  # the worker's plugin manager
+    device: Device
+    profile: ConformanceProfile
+    graph: GraphRunner
+    _ops: dict[str, Ops] = field(default_factory=dict)
+    _programs: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    attention_served: dict[str, str] = field(default_factory=dict)  # dtype -> implementation, for the report
+
+    @classmethod
+    def open(cls, selection: Selection) -> Subject:
+        """Make and activate the device, as a worker does.
+
+        Raises:
+            PluginError: the package is broken or ambiguous. Whatever the device raises.
+        """
+        spec = selection.spec
+        plugins = worker_plugins(spec.name)
+        device = resolve(spec.factory)(0, {})
+        device.activate()
+        profiles = [p for p in collect(plugins, "conformance") if p.device == spec.name]
+        profile = profiles[0] if profiles else ConformanceProfile(device=spec.name)
+        graph = choose_graph_runner(collect(plugins, "graph_runner", device=device), device)
+        return cls(spec, selection, plugins, device, profile, graph)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """As a worker runs its programs."""
+        with self.device.context(), torch.no_grad():
+            yield
+
+    # ------------------------------------------------------------ what core would choose
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return self.device.capabilities.dtypes
+
+    def ops(self, dtype: str) -> Ops:
+        if dtype not in self._ops:
+            self._ops[dtype] = choose_ops(collect(self.plugins, "kernels", device=self.device), self.device, dtype)
+        return self._ops[dtype]
+
+    def attention(self, params: AttentionParams, dtype: str, block_size: int) -> Attention:
+        kind = "full" if params.window is None else "window"
+        records = collect(self.plugins, "attention", device=self.device)
+        made, name, _ = choose_attention(records, self.device, params, kind, dtype, block_size)
+        self.attention_served[dtype] = name
+        return made
+
+    def limit(self, op: str, dtype: str, default: float) -> float:
+        """The op's own limit, or the profile's looser one."""
+        loosened = [limit for name, of, limit, _ in self.profile.tolerances if (name, of) == (op, dtype)]
+        return max([default, *loosened])
+
+    # ------------------------------------------------------------ computing
+    def run(
+        self, tag: str, fn: Callable[..., Any], *, weights: Any = None, written: dict[str, Any] | None = None,
+        packed: torch.Tensor | None = None, inputs: dict[str, Any] | None = None,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+        """Run a pure program through the device's graph runner, compiled once per tag. Returns (new state, outputs)."""
+        if packed is None:
+            packed = self.device.to_device(torch.zeros(1, dtype=torch.int32))
+        args = (weights if weights is not None else {}, written or {}, {}, packed, inputs or {})
+        if tag not in self._programs:
+            self._programs[tag] = self.graph.compile(fn, args, tag)
+        new, out = self._programs[tag](*args)
+        self.graph.retire(args[1], new)
+        return new, out
+
+    def guarded(self, name: str, host: torch.Tensor) -> Guarded:
+        """Upload a tensor between two guards, as a contiguous view, or with its strides where the device updates in place."""
+        sentinel = torch.full((GUARD,), 77, dtype=torch.int32).to(host.dtype)
+        strided = not host.is_contiguous() and self.device.capabilities.kv_update == "in_place"
+        if strided:
+            size = sum((n - 1) * stride for n, stride in zip(host.shape, host.stride(), strict=True)) + 1 if host.numel() else 0
+            inside = torch.zeros(size, dtype=host.dtype)
+            inside.as_strided(host.shape, host.stride()).copy_(host)
+        else:
+            inside = host.reshape(-1)
+        sent = torch.cat((sentinel, inside, sentinel))
+        whole = self.device.to_device(sent.clone())
+        if strided:
+            return Guarded(name, whole.as_strided(host.shape, host.stride(), GUARD), whole, sent)
+        return Guarded(name, whole[GUARD : GUARD + len(inside)].view(host.shape), whole, sent)
+
+    def fences(self, results: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(device, host) tensors on both sides of a freed hole of each result's size, where an allocator is likely to put it."""
+        found = []
+        for result in results:
+            sentinel = torch.full((max(result.numel(), 1),), 77, dtype=torch.int32).to(result.dtype)
+            places = [self.device.to_device(sentinel.clone()) for _ in range(3)]
+            found += [(places[0], sentinel), (places[2], sentinel)]
+        return found
