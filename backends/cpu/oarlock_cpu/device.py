@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from oarlock.backend_api import Capabilities
 from oarlock.backend_api.runtime import Device
-from oarlock_cpu import host, plugin
+
+from oarlock_cpu import host, native, plugin
 
 
 class CpuDevice(Device):
@@ -54,4 +54,6 @@ class CpuDevice(Device):
         return found
 
     def describe(self) -> str:
-        return f"{self._processor.name}, {self._processor.isa}, {self._threads} threads, torch {torch.__version__}"
+        problem = native.problem()
+        served = problem or f"kernels {native.isa()}"
+        return f"{self._processor.name}, {self._processor.isa}, {self._threads} threads, torch {torch.__version__}, {served}"

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from oarlock.backend_api import AttentionSpec, Claims, DeviceSpec, OpImpl, ProbeResult, hookimpl
+from oarlock.backend_api import AttentionSpec, Claims, DeviceSpec, OpImpl, ProbeResult, Support, hookimpl
+
 from oarlock_cpu import host
 
 BLOCK_SIZES = (16, 8, 32, 64, 128)  # preferred first
+KERNEL_DTYPES = ("float32", "bfloat16")  # what the compiled kernels compute in
+MAX_HEAD_DIM = 256
+PRIORITY = 10  # above core's references and below a feature plugin that is installed on purpose
+LAYER_OPS = ("linear", "rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "silu_and_mul", "gelu_and_mul", "activation")
+LOGITS_OPS = ("greedy", "sample", "logprobs", "apply_penalties", "apply_mask")
 
 # Read by the OpenMP runtime when torch is imported. A team that spins while it waits takes the core that the API process
 # needs: operations of 0.2 ms then take 5 ms. The first is libgomp's (Linux wheels), the second that of LLVM and Intel.
@@ -57,13 +63,57 @@ def devices() -> list[DeviceSpec]:
     ]
 
 
+def kernels_problem() -> str:
+    """Why the compiled kernels cannot be used; "" when they can. Imports torch: worker only."""
+    from oarlock_cpu import native
+
+    return native.problem()
+
+
+def _dtype_support(dtype: str, problem: str) -> Support:
+    if problem:
+        return Support(False, (problem,))
+    if dtype.removeprefix("torch.") not in KERNEL_DTYPES:
+        return Support(False, (f"the kernels compute in {' and '.join(KERNEL_DTYPES)}, not in {dtype}",))
+    return Support(True)
+
+
+def supports_op(*, dtype: Any, **_: Any) -> Support:
+    """Whether the compiled ops serve this dtype."""
+    return _dtype_support(str(dtype), kernels_problem())
+
+
+def supports_logits(**_: Any) -> Support:
+    """Whether the compiled ops over logits serve: those are float32 whatever the model's dtype."""
+    return _dtype_support("float32", kernels_problem())
+
+
+def supports_attention(*, dtype: Any, head_dim: int, block_size: int, **_: Any) -> Support:
+    """Whether the compiled attention serves these layers."""
+    support = _dtype_support(str(dtype), kernels_problem())
+    reasons = list(support.reasons)
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        reasons.append(f"head_dim {head_dim} exceeds {MAX_HEAD_DIM}")
+    if block_size not in BLOCK_SIZES:
+        reasons.append(f"block_size {block_size} is none of {', '.join(map(str, sorted(BLOCK_SIZES)))}")
+    return Support(not reasons, tuple(reasons))
+
+
 @hookimpl
 def attention(device: Any) -> list[AttentionSpec]:
-    """None yet: the reference serves."""
-    return []
+    """The compiled attention."""
+    if device.torch_device.type != "cpu":
+        return []
+    return [AttentionSpec(name="cpu", factory="oarlock_cpu.attention:CpuAttention", priority=PRIORITY, supports=supports_attention)]
 
 
 @hookimpl
 def kernels(device: Any) -> list[OpImpl]:
-    """None yet: the references serve."""
-    return []
+    """The compiled ops."""
+    if device.torch_device.type != "cpu":
+        return []
+    return [
+        OpImpl(op=op, name="cpu", factory=f"oarlock_cpu.ops:{op}", priority=PRIORITY, supports=supports)
+        for ops, supports in ((LAYER_OPS, supports_op), (LOGITS_OPS, supports_logits))
+        for op in ops
+    ]

@@ -1,0 +1,78 @@
+// The kernels of one instruction set as a table of functions, chosen once at run time. Kernels are serial: the callers in
+// ops_*.cpp cut the work into items and spread them over the team.
+//
+// Legend: x, w, out are rows of `dtype`; ld* are row strides in elements; K is the length that a product sums over.
+#pragma once
+#include <cstdint>
+
+#include "bf16.h"
+
+// out[m][n] = sum_k x[m][k] * w[n][k] + bias[n], for m in [m0, m1), n in [n0, n1).
+// w is a plain row-major weight [N][K]. One order of summation for every m, so that a row's bits do not depend on the others.
+struct LinearArgs {
+  Dtype dtype;
+  const void *x, *w, *bias;  // bias may be null
+  void* out;
+  int64_t K, ldx, ldw, ldo;
+};
+
+// Cache layout of one layer, in units of 32 bits (see bf16.h), D the head size rounded up to 16, P elements a unit:
+//   keys    [num_blocks][kv_heads][D / P][block_size]   tokens side by side: one load gives 16 tokens' unit d
+//   values  [num_blocks][kv_heads][block_size / P][D]   with P = 2, a unit holds two tokens' number d
+struct AttentionArgs {
+  Dtype dtype;
+  const void *q, *keys, *values;
+  void* out;                    // [tokens][heads][head_dim], contiguous
+  int64_t q_token, q_head;      // strides of q in elements
+  const int32_t* tables;        // [rows][table_width]
+  int64_t table_width;
+  int heads, kv_heads, head_dim, block_size;
+  float scale, softcap;         // softcap 0: none
+  int64_t window;               // 0: none
+};
+
+// Consecutive queries of one row that share one KV head.
+struct AttentionTile {
+  int64_t token;     // first query, in q
+  int64_t position;  // its position in the row's context
+  int32_t queries, row, kv_head;
+};
+
+// Contexts are cut at multiples of kChunk, whatever is computed with what, and the parts are merged in order: so the bits of
+// a query's result depend neither on the batch nor on how its prompt was cut nor on the number of threads.
+constexpr int kChunk = 256;
+constexpr int kMaxHeadDim = 256;
+
+enum class Act { relu, gelu, gelu_tanh, silu };
+
+struct Kernels {
+  const char* name;
+  void (*linear)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);
+
+  // Chunks [c0, c1) of a tile's context. partial null: writes the result to out (c0, c1 must be all of the tile's chunks).
+  // Else c1 == c0 + 1 and the chunk's part is left in `partial`, attention_partial_floats long.
+  void (*attend)(const AttentionArgs&, const AttentionTile&, int64_t c0, int64_t c1, float* scratch, float* partial);
+  void (*merge)(const AttentionArgs&, const AttentionTile&, int64_t chunks, float* scratch, const float* partials);
+
+  // Rows of H numbers. residual and total may be null; with them, total = x + residual is normed.
+  void (*rms_norm)(Dtype, Dtype weight_dtype, const void* x, const void* residual, const void* w, void* out, void* total, int64_t H, float eps);
+  void (*layer_norm)(Dtype, Dtype weight_dtype, const void* x, const void* w, const void* bias, void* out, int64_t H, float eps);
+  // One head: `half` pairs rotated by cos[half], sin[half], then `rest` numbers copied.
+  void (*rotary)(Dtype, const void* x, void* out, const float* table, int64_t half, int64_t rest, bool interleaved);
+  void (*activation)(Dtype, Act, const void* x, const void* times, void* out, int64_t n);  // times null: none
+
+  void (*argmax)(const float* x, int64_t n, float* value, int64_t* at);        // the first of equals; NaN counts as the largest
+  void (*gumbel)(const float* logits, int64_t n, float temperature, const uint32_t key[2], uint32_t position, float* noisy);
+  double (*sum_exp)(const float* x, int64_t n, float shift, float scale);       // sum of exp((x - shift) / scale)
+  int64_t (*at_least)(const float* x, int64_t n, float bound, int32_t* ids);    // ids of x >= bound, ascending; returns how many
+};
+
+constexpr int64_t padded_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+constexpr int64_t attention_partial_floats(int64_t rows, int64_t head_dim) { return rows * (padded_dim(head_dim) + 2); }
+// Scores and weights of a chunk, this chunk's part, the merged one, and the queries: floats for one thread.
+constexpr int64_t attention_scratch_floats(int64_t rows, int64_t head_dim) {
+  return rows * 2 * (kChunk + 32) + 2 * attention_partial_floats(rows, head_dim) + rows * padded_dim(head_dim) + 64;
+}
+
+const Kernels* kernels();                // of this processor
+bool use_kernels(const char* name);      // for tests: false when the processor lacks them

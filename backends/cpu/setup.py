@@ -1,0 +1,101 @@
+"""Builds the kernels where there is a C++ compiler and torch; installs without them elsewhere.
+
+The kernels are one shared library on torch's stable ABI: a wheel serves every Python >= 3.11 and torch >= 2.10. Each instruction
+set is a file compiled with its own flags; the best one that the processor has is chosen at run time.
+OARLOCK_CPU_KERNELS=0 leaves them out, =1 makes their absence an error.
+"""
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+AVX512 = ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+SOURCES = {
+    "csrc/dispatch.cpp": [],
+    "csrc/pool.cpp": [],
+    "csrc/ops_layers.cpp": [],
+    "csrc/ops_attention.cpp": [],
+    "csrc/ops_sampling.cpp": [],
+    "csrc/isa_generic.cpp": [],
+}
+if platform.machine() in ("x86_64", "AMD64"):
+    SOURCES |= {
+        "csrc/isa_avx512bf16.cpp": [*AVX512, "-mavx512bf16"],
+        "csrc/isa_avx512.cpp": AVX512,
+        "csrc/isa_avx2.cpp": ["-mavx2", "-mfma"],
+    }
+# No contraction: a fused multiply-add stands where the kernels ask for one, so that one text gives the same bits everywhere.
+FLAGS = ["-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]
+WANTED = os.environ.get("OARLOCK_CPU_KERNELS", "")
+
+
+def torch_folder() -> Path | None:
+    """torch's folder, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+class BuildKernels(build_ext):
+    """Compiles SOURCES, several at once, each with its own flags."""
+
+    def build_extension(self, ext: Extension) -> None:
+        missing = self._missing()
+        if missing:
+            if WANTED == "1":
+                raise SystemExit(f"oarlock-cpu: {missing}, and OARLOCK_CPU_KERNELS=1 asks for the kernels")
+            print(f"oarlock-cpu: {missing}; installing without kernels: plain torch serves", file=sys.stderr)
+            return
+        folder = torch_folder()
+        include = ["-I", str(folder / "include"), "-I", "csrc"]
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+
+        def compile_one(item: tuple[str, list[str]]) -> list[str]:
+            return self.compiler.compile([item[0]], output_dir=self.build_temp, extra_postargs=[*FLAGS, *DEFINES, *include, *item[1]])
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            objects = [o for made in threads.map(compile_one, SOURCES.items()) for o in made]
+        # torch's libraries are in the process before this one is loaded: no run path is needed.
+        libraries = ["-L", str(folder / "lib"), "-ltorch_cpu", "-lc10", "-lpthread"]
+        self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), extra_postargs=libraries, target_lang="c++")
+
+    def get_outputs(self) -> list[str]:
+        """Only what was built: without a compiler there is nothing to install."""
+        return [path for path in super().get_outputs() if Path(path).exists()]
+
+    def copy_extensions_to_source(self) -> None:
+        if all(Path(self.get_ext_fullpath(e.name)).exists() or Path(self.build_lib, self.get_ext_filename(e.name)).exists() for e in self.extensions):
+            super().copy_extensions_to_source()
+
+    def _missing(self) -> str:
+        """What keeps the kernels from being built; "" when nothing does."""
+        if WANTED == "0":
+            return "OARLOCK_CPU_KERNELS=0"
+        if torch_folder() is None:
+            return "torch is not installed where this package is built (pip install --no-build-isolation after torch)"
+        compiler = (getattr(self.compiler, "compiler_cxx", None) or ["c++"])[0]
+        if shutil.which(compiler) is None:
+            return f"there is no C++ compiler {compiler!r} (install g++)"
+        with tempfile.TemporaryDirectory() as scratch:
+            probe = Path(scratch, "probe.cpp")
+            probe.write_text("#include <atomic>\nint main() { std::atomic<int> a{0}; a.notify_all(); }\n")
+            try:
+                self.compiler.compile([str(probe)], output_dir=scratch, extra_postargs=["-std=c++20"])
+            except Exception as error:
+                return f"the C++ compiler {compiler!r} does not compile C++20: {error}"
+        return ""
+
+
+setup(
+    ext_modules=[Extension("oarlock_cpu._C", list(SOURCES), py_limited_api=True)],
+    cmdclass={"build_ext": BuildKernels},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)
