@@ -11,10 +11,12 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -48,9 +50,26 @@ class ChatTemplate:
         try:
             self._templates = {name: environment.from_string(text) for name, text in named.items()}
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template is not valid Jinja: {error}", option="--chat-template") from None
+            line = f" at line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ConfigError(f"the chat template is not valid Jinja{line}: {error}", option="--chat-template") from None
         self._special_tokens = dict(getattr(tokenizer, "special_tokens_map", None) or {})
         self.sources = named
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Every name that the template reads from outside; the keyword arguments of `render` that have an effect."""
+        environment = _environment()
+        return frozenset().union(*(jinja2.meta.find_undeclared_variables(environment.parse(text)) for text in self.sources.values()))
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether contents may be lists of parts: tried out. Other templates get the texts of the parts, joined by line breaks."""
+        probe = [{"role": "user", "content": [{"type": "text", "text": _MARK}]}]
+        try:
+            text = self.render(probe, _flatten=False)
+        except InvalidParameter:
+            return False
+        return _MARK.strip() in text and "'type'" not in text and '"type"' not in text
 
     def render(
         self,
@@ -69,7 +88,10 @@ class ChatTemplate:
             raise InvalidParameter(
                 "continue_final_message and add_generation_prompt exclude each other; set one of them to false", param="continue_final_message"
             )
-        chat = [dict(message) for message in messages]
+        chat = [_checked(message, at) for at, message in enumerate(messages)]
+        if kwargs.pop("_flatten", True) and any(isinstance(message.get("content"), list) for message in chat) and not self.takes_parts:
+            for at, message in enumerate(chat):
+                message["content"] = _joined(message.get("content"), f"messages[{at}].content")
         if continue_final_message:
             _mark_final(chat)
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
@@ -166,6 +188,22 @@ def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError) as error:
         raise InvalidParameter(f"the model's chat template cannot render these messages: {error}", param="messages") from None
     return "".join(pieces)
+
+
+def _checked(message: Mapping[str, Any], at: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidParameter(f"messages[{at}] must be an object with a role, got {message!r:.80}", param=f"messages[{at}]")
+    return dict(message)
+
+
+def _joined(content: Any, path: str) -> Any:
+    """The texts of a list of parts, joined by line breaks; other contents as they are."""
+    if not isinstance(content, list):
+        return content
+    for at, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidParameter(f'{path}[{at}] must be {{"type": "text", "text": ...}}, got {part!r:.80}', param=f"{path}[{at}]")
+    return "\n".join(part["text"] for part in content)
 
 
 def _mark_final(chat: list[dict[str, Any]]) -> None:
