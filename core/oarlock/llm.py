@@ -1,30 +1,26 @@
 """`LLM`: the offline API. An engine in this process, and lists of prompts run through it.
 
-Owns: the loop that feeds an in-process engine, and the order of results.
-Reads: `config`, `model_summary`, `frontend`, `engine.launch`.
+Owns: the offline methods and their result records.
+Reads: `config`, `model_summary`, `frontend`, `offline_engine`, `engine.launch`.
 Never: installs a signal handler, starts a server, or runs a prompt before all of them are known to be valid.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from oarlock.config.sections import EngineConfig
-from oarlock.errors import EngineDead, InvalidParameter, NotBuilt, OarlockError, QueueFull
-from oarlock.frontend.collect import Collector
+from oarlock.errors import InvalidParameter, NotBuilt
 from oarlock.frontend.inputs import InputLimits, InputProcessor, default_sampling_fields
-from oarlock.frontend.outputs import CompletionOutput, Logprob, OutputProcessor, RequestMetrics, RequestOutput, exception_for
+from oarlock.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, exception_for
 from oarlock.frontend.prompt_forms import conversation_list, naming, plain_messages, prompt_list
-from oarlock.messages import EngineOutputs, EngineRequest, SchedulerStats
 from oarlock.model_summary import ModelSummary
+from oarlock.offline_engine import OfflineEngine, Prepared
 from oarlock.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,9 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "Logprob", "Metric", "RequestMetrics", "RequestOutput"]
 
 log = logging.getLogger("oarlock.llm")
-DRAIN_STEPS = 1000  # steps in which an engine must be idle again once every request is aborted
 TOKENIZER_NEEDS = ("encode", "decode", "token_bytes", "make_stream", "vocab_size", "eos_token_id", "bos_token_id")
-Prepared = tuple[EngineRequest, str | None]
 
 
 @dataclass(slots=True)
@@ -68,24 +62,6 @@ class Metric:
     labels: dict[str, str] = field(default_factory=dict)
 
 
-class _Inbox:
-    """Where the client leaves outputs. It knows nothing of the LLM, so that `del llm` frees everything at once."""
-
-    def __init__(self, client: InProcessClient) -> None:
-        self.outputs: deque[EngineOutputs] = deque()
-        self.dead: str | None = None
-        self.stats = SchedulerStats()
-        client.on_outputs = self.put
-        client.on_dead = self.die
-
-    def put(self, outputs: EngineOutputs) -> None:
-        self.stats = outputs.stats
-        self.outputs.append(outputs)
-
-    def die(self, reason: str) -> None:
-        self.dead = reason
-
-
 class LLM:
     """A model in this process. `LLM(model, **options)`: every option of `oarlock serve` that is not the server's, with underscores.
 
@@ -109,33 +85,30 @@ class LLM:
         config = resolved.engine
         summary = load_summary(config.model)
         loaded = None if config.model.skip_tokenizer_init else load_tokenizer(summary, config.model)
-        self._attach(launch_inprocess(config, summary), summary, loaded, config)
+        self._attach(lambda: launch_inprocess(config, summary), summary, loaded, config)
 
     @classmethod
     def from_client(cls, client: InProcessClient, summary: ModelSummary, tokenizer: Any | None, config: EngineConfig | None = None) -> LLM:
         """An LLM over an engine that is already there; it is shut down with the LLM."""
         llm = cls.__new__(cls)
-        llm._attach(client, summary, tokenizer, config)
+        llm._attach(lambda: client, summary, tokenizer, config)
         return llm
 
-    def _attach(self, client: InProcessClient, summary: ModelSummary, tokenizer: Any | None, config: EngineConfig | None) -> None:
+    def _attach(
+        self, launch: Callable[[], InProcessClient], summary: ModelSummary, tokenizer: Any | None, config: EngineConfig | None
+    ) -> None:
         self.config = config
         self.summary = summary
-        self._client = client
-        self._finalizer = weakref.finalize(self, client.shutdown)
-        self._inbox = _Inbox(client)
         self._limits = InputLimits() if config is None else InputLimits.make(config.model)
-        self._lock = threading.Lock()
-        self._runner: int | None = None  # the thread that is generating
-        self._num_requests = 0
-        self._totals = {"prompt": 0, "generated": 0, "finished": 0}
+        self._request_ids = itertools.count()
+        self._engine = OfflineEngine(launch, max_waiting_requests=None if config is None else config.scheduler.max_waiting_requests)
         self._use_tokenizer(tokenizer)
 
     def _use_tokenizer(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
         self._template: Any = None
-        self._processor = InputProcessor(self._client.info, tokenizer, self.summary, self._limits)
-        self._outputs = OutputProcessor(tokenizer, self._client.abort)
+        self._processor = InputProcessor(self._engine.info, tokenizer, self.summary, self._limits)
+        self._engine.use_tokenizer(tokenizer)
 
     # ---------------------------------------------------------------- generation
     def generate(
@@ -221,18 +194,16 @@ class LLM:
         missing = [name for name in TOKENIZER_NEEDS if not hasattr(tokenizer, name)]
         if missing:
             raise InvalidParameter(f"the tokenizer of type {type(tokenizer).__name__} has no {', '.join(missing)}.", param="tokenizer")
-        with self._exclusive():
-            self._use_tokenizer(tokenizer)
+        self._use_tokenizer(tokenizer)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block; True, as nothing runs between calls."""
-        with self._exclusive():
-            self._client.reset_prefix_cache()
+        self._engine.reset_prefix_cache()
         return True
 
     def get_metrics(self) -> list[Metric]:
         """A snapshot of the engine's counters, by the names of the /metrics page."""
-        stats, totals = self._inbox.stats, self._totals
+        stats, totals = self._engine.inbox.stats, self._engine.totals
         gauges: dict[str, float] = {
             "vllm:num_requests_running": stats.num_running,
             "vllm:num_requests_waiting": stats.num_waiting,
@@ -253,7 +224,7 @@ class LLM:
 
     def close(self) -> None:
         """End the engine and free what it holds; idempotent. The LLM cannot be used afterwards."""
-        self._finalizer()
+        self._engine.close()
 
     shutdown = close
 
@@ -302,13 +273,12 @@ class LLM:
                     self._processor.make_request(
                         prompt,
                         params[index],
-                        str(self._num_requests),
+                        str(next(self._request_ids)),
                         priority=priority[index] if priority is not None else 0,
                         add_special_tokens=add_special_tokens,
                         param=param,
                     )
                 )
-            self._num_requests += 1
         return prepared
 
     def _chat_template(self, given: str | None) -> Any:
@@ -324,98 +294,20 @@ class LLM:
             raise missing_template(self.summary.path)
         return self._template
 
-    # ---------------------------------------------------------------- the run
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """One call at a time; others wait. A call from within a call (a logits processor, say) would wait for itself: an error."""
-        if self._runner == threading.get_ident():
-            raise OarlockError("this LLM is generating in this very thread; it cannot be called from within (a logits processor, a callback).")
-        with self._lock:
-            self._runner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._runner = None
-
-    def _run(self, requests: Sequence[Prepared], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
-        """Feed the engine as it takes them, so that no list is too long; collect in order."""
-        with self._exclusive():
-            if not self._client.is_alive():
-                raise EngineDead(self._inbox.dead or "this LLM is closed; make a new one.")
-            collectors = {request.request_id: Collector(request.params) for request, _ in requests}
-            waiting = deque(requests)
-            progress = _Progress(len(requests), use_tqdm)
-            try:
-                while waiting or len(self._outputs):
-                    self._feed(waiting)
-                    for delta in self._step():
-                        if collectors[delta.request_id].add(delta):
-                            self._count(delta)
-                            progress.finish(delta)
-                self._drain()
-            except BaseException:
-                self._abandon(collectors)
-                raise
-            finally:
-                progress.close()
-            return _results([collectors[request.request_id].result() for request, _ in requests])
-
-    def _feed(self, waiting: deque[Prepared]) -> None:
-        """Enough for the next batches, never more than the queue takes."""
-        window = 2 * self._client.info.max_num_seqs
-        if self.config is not None:
-            window = max(1, min(window, self.config.scheduler.max_waiting_requests))
-        while waiting and len(self._outputs) < window:
-            request, text = waiting[0]
-            self._outputs.add(request, text)
-            try:
-                self._client.submit(request)
-            except BaseException as error:
-                self._outputs.forget(request.request_id)
-                if isinstance(error, QueueFull) and len(self._outputs):
-                    return
-                raise
-            waiting.popleft()
-
-    def _step(self) -> list[RequestOutput]:
-        has_work = self._client.has_unfinished()
-        self._client.step()
-        if self._inbox.dead is not None:
-            raise EngineDead(self._inbox.dead)
-        deltas = []
-        while self._inbox.outputs:
-            deltas += self._outputs.receive(self._inbox.outputs.popleft())
-        if not has_work and not deltas and len(self._outputs):
-            raise EngineDead(f"the engine is idle, yet {len(self._outputs)} requests have no end; please report this.")
-        return deltas
-
-    def _drain(self) -> None:
-        """Let the engine take in the last aborts, so that their blocks are free when the call returns."""
-        for _ in range(DRAIN_STEPS):
-            if not self._client.is_alive() or not self._client.has_unfinished():
-                break
-            self._client.step()
-        else:
-            self._client.shutdown()
-            self._inbox.dead = "the engine did not come to rest after every request was aborted; make a new LLM."
-        self._inbox.outputs.clear()
-
-    def _abandon(self, collectors: Mapping[str, Collector]) -> None:
-        """After an error or an interrupt: abort what is open, and leave the engine idle, or dead and saying so."""
-        self._inbox.outputs.clear()
-        for request_id in collectors:
-            self._outputs.cancel(request_id)
+    def _run(self, requests: list[Prepared], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        progress = _Progress(len(requests), use_tqdm)
         try:
-            self._drain()
-        except Exception as fault:  # noqa: BLE001  whatever it is, the first error is the one to raise
-            log.error("the engine could not be brought to rest: %s", fault)
-            self._client.shutdown()
-            self._inbox.dead = f"the engine ended while requests were being aborted: {fault}"
-
-    def _count(self, last: RequestOutput) -> None:
-        self._totals["prompt"] += len(last.prompt_token_ids)
-        self._totals["generated"] += last.num_generated_tokens
-        self._totals["finished"] += last.error is None
+            results = self._engine.run(requests, progress.finish)
+        finally:
+            progress.close()
+        failed = [result for result in results if result.error is not None]
+        if failed and len(failed) == len(results):
+            assert failed[0].error is not None
+            raise exception_for(failed[0].error)
+        for result in failed:
+            assert result.error is not None
+            log.error("request %s failed: %s", result.request_id, result.error.message)
+        return results
 
 
 def _refusal(name: str, what: str) -> Callable[..., Any]:
@@ -458,17 +350,6 @@ class _Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _results(results: list[RequestOutput]) -> list[RequestOutput]:
-    failed = [result for result in results if result.error is not None]
-    if failed and len(failed) == len(results):
-        assert failed[0].error is not None
-        raise exception_for(failed[0].error)
-    for result in failed:
-        assert result.error is not None
-        log.error("request %s failed: %s", result.request_id, result.error.message)
-    return results
 
 
 def __getattr__(name: str) -> Any:

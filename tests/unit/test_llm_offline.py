@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
+import time
 import weakref
 
 import pytest
 from oarlock.config.sections import EngineConfig, ModelConfig, SchedulerConfig
-from oarlock.errors import EngineDead, InvalidParameter, NotBuilt, OarlockError, PromptTooLong, WorkerError
+from oarlock.errors import ConfigError, EngineDead, InvalidParameter, NotBuilt, OarlockError, PromptTooLong, WorkerError
 from oarlock.llm import LLM
 from oarlock.messages import EngineOutput, EngineOutputs, ErrorInfo, SchedulerStats
+from oarlock.offline_engine import OfflineEngine
 from oarlock.sampling_params import BeamSearchParams, SamplingParams
 from toy_frontend import EOS, SUMMARY, ScriptedClient, ToyTokenizer, info, says
 
@@ -28,7 +31,7 @@ def make(script=echo, config=None, tokenizer=ToyTokenizer(), **settings) -> LLM:
 
 
 def client_of(llm: LLM) -> ScriptedClient:
-    return llm._client  # type: ignore[return-value]
+    return llm._engine._client
 
 
 def texts(results):
@@ -142,14 +145,57 @@ def test_stop_string_ends_the_branch_in_the_engine():
     assert not client_of(llm).has_unfinished()  # nothing of it is left in the engine when the call returns
 
 
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), RuntimeError("boom")])
-def test_interrupted_call_leaves_the_engine_idle_and_usable(interruption):
+def test_interrupt_ends_the_waiting_and_never_a_step_halfway():
+    steps = []
+
+    class Slow(ScriptedClient):
+        def step(self):
+            steps.append("begun")
+            if len(steps) == 5:
+                os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: in the middle of a step
+            time.sleep(0.002)
+            super().step()
+            steps.append("done")
+
+    llm = LLM.from_client(Slow(echo, abort_lag=1), SUMMARY, ToyTokenizer())
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["some prompt"] * 100, **QUIET)
+    assert steps.count("begun") == steps.count("done") < 100
+    assert not client_of(llm).has_unfinished()
+    assert texts(llm.generate(["again"], **QUIET)) == ["again"]
+
+
+def test_interrupted_launch_frees_what_it_made():
+    made = []
+
+    def launch():
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # the interrupt reaches the launch too
+            time.sleep(0.002)
+        made.append("too late")
+
+    with pytest.raises(KeyboardInterrupt):
+        OfflineEngine(launch)
+    assert made == []
+    assert not any(thread.name == "oarlock-engine" and thread.is_alive() for thread in threading.enumerate())
+
+
+def test_failed_launch_raises_what_it_raised():
+    def launch():
+        raise ConfigError("no such device")
+
+    with pytest.raises(ConfigError, match="no such device"):
+        OfflineEngine(launch)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), RuntimeError("boom")])
+def test_error_within_a_step_leaves_the_engine_idle_and_usable(failure):
     llm = make(abort_lag=1)
-    client_of(llm).fail_at[3] = interruption
-    with pytest.raises(type(interruption)):
+    client_of(llm).fail_at[3] = failure
+    with pytest.raises(type(failure)):
         llm.generate(["some prompt"] * 10, **QUIET)
     assert not client_of(llm).has_unfinished()
-    assert len(llm._outputs) == 0
+    assert len(llm._engine._outputs) == 0
     assert texts(llm.generate(["again", "and"], **QUIET)) == ["again", "and"]
 
 
@@ -165,7 +211,8 @@ def test_engine_that_cannot_come_to_rest_is_declared_dead():
 def test_dead_engine_raises_at_once_and_ever_after():
     llm = make()
     client = client_of(llm)
-    client.fail_at[2] = EngineDead("worker gone")
+    assert texts(llm.generate("a", **QUIET)) == ["a"]
+    client.fail_at[client.num_steps + 2] = EngineDead("worker gone")
     with pytest.raises(EngineDead, match="worker gone"):
         llm.generate("abc", **QUIET)
     client.die("really gone")
