@@ -88,8 +88,9 @@ class Tokenizer:
         added = self._added.get(token_id)
         if added is not None:
             text = added.content if added.special else self._decoding.replace(added.content)
-            return text.encode("utf-8", "surrogatepass")
-        return self._decoding.token_bytes(self.id_to_token(token_id))
+            return self._decoding.separator + text.encode("utf-8", "surrogatepass")
+        token = self.id_to_token(token_id)
+        return self._decoding.separator + self._decoding.token_bytes(token) if token else b""
 
     @property
     def strips_leading_space(self) -> bool:
@@ -103,7 +104,7 @@ class TokenStream:
     step(...) + step(...) + ... + flush() == decode(prompt + all)[len(decode(prompt)):]
     """
 
-    __slots__ = ("_bytes_of", "_decoder", "_drop_first", "_skip", "_strip")
+    __slots__ = ("_bytes_of", "_decoder", "_drop", "_skip", "_strip")
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]) -> None:
         self._bytes_of = tokenizer.token_bytes
@@ -116,8 +117,9 @@ class TokenStream:
                 if len(tail) >= 4:
                     break
         self._decoder.decode(tail)
-        # The prompt's text ends with U+FFFD for a character that it leaves open: what becomes of it is not new text.
-        self._drop_first = bool(self._decoder.getstate()[0])
+        # The prompt's text ends with U+FFFD for bytes that it leaves open (two for the start of a surrogate, which the
+        # decoder keeps too): what becomes of them is not new text.
+        self._drop = len(self._decoder.getstate()[0].decode("utf-8", "replace"))
         self._strip = tokenizer.strips_leading_space and not tail
 
     def step(self, ids: Sequence[int]) -> str:
@@ -133,9 +135,8 @@ class TokenStream:
         return self._emit(self._decoder.decode(b"", final=True))
 
     def _emit(self, text: str) -> str:
-        if self._drop_first and text:
-            self._drop_first = False
-            return text[1:]
+        if self._drop and text:
+            text, self._drop = text[self._drop :], max(0, self._drop - len(text))
         return text
 
 
@@ -143,11 +144,10 @@ class _Decoding:
     """How the vocabulary's spelling becomes bytes, from the decoder of tokenizer.json."""
 
     def __init__(self, decoder: dict[str, Any] | None, name: str) -> None:
-        self.byte_level = self.byte_fallback = self.strip_left = False
+        self.byte_level = self.byte_fallback = False
         self.replacements: list[tuple[str, str]] = []
-        self.separator = b""
-        if decoder is None:
-            self.separator = b" "
+        self.separator = b"" if decoder else b" "  # without a decoder tokens are words
+        self.strip_left = not decoder
         for step in decoder.get("decoders", [decoder]) if decoder else ():
             kind = step["type"]
             if kind == "ByteLevel":
