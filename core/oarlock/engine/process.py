@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from oarlock.engine import wire
-from oarlock.engine.parent import die_with_parent
+from oarlock.executor.parent import die_with_parent
 from oarlock.errors import EngineDead, OarlockError
 from oarlock.logs import configure_logging
 

@@ -19,7 +19,7 @@ from collections import deque
 from typing import Any
 
 from oarlock.config.resolve import from_dict
-from oarlock.engine.parent import die_with_parent
+from oarlock.executor.parent import die_with_parent
 from oarlock.executor import frames
 from oarlock.executor.base import WORKER
 from oarlock.executor.codec import decode, encode
