@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from oarlock.errors import EngineDead, OarlockError, QueueFull
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("oarlock.llm")
 DRAIN_STEPS = 1000  # steps in which an engine must be idle again once every request is aborted
 CLOSE_S = 10.0  # how long closing waits for the engine's thread
+WAKE_S = 0.1  # a signal that arrives just before a wait begins is noticed after this long
 Prepared = tuple[EngineRequest, str | None]
 Jobs = SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
 
@@ -46,7 +47,7 @@ class OfflineEngine:
         self._thread.start()
         started = self._submit(launch)
         try:
-            self._client: InProcessClient = started.result()
+            self._client: InProcessClient = _wait(started)
         except BaseException:
             _give_up(self._thread, self._jobs, started)
             raise
@@ -81,7 +82,7 @@ class OfflineEngine:
         done = self._submit_open(lambda: self._serve_run(run))
         done.add_done_callback(lambda _: run.finished.put(None))
         try:
-            while (delta := run.finished.get()) is not None:
+            while (delta := run.next_finished()) is not None:
                 on_finished(delta)
         except BaseException:
             run.is_cancelled = True
@@ -186,6 +187,14 @@ class _Run:
         self.finished: SimpleQueue[RequestOutput | None] = SimpleQueue()  # None: the run is over
         self.is_cancelled = False  # set by the caller, read between steps
 
+    def next_finished(self) -> RequestOutput | None:
+        """Wait for a request's last delta; None when the run is over."""
+        while True:
+            try:
+                return self.finished.get(timeout=WAKE_S)
+            except Empty:
+                pass
+
 
 class _Inbox:
     """Where the client leaves outputs. It refers to nothing else, so that `del llm` frees everything at once."""
@@ -203,6 +212,15 @@ class _Inbox:
 
     def die(self, reason: str) -> None:
         self.dead = reason
+
+
+def _wait(done: Future[Any]) -> Any:
+    while True:
+        try:
+            return done.result(timeout=WAKE_S)
+        except TimeoutError:
+            if done.done():  # just now, or the job's own TimeoutError
+                return done.result()
 
 
 def _serve(jobs: Jobs) -> None:
@@ -224,7 +242,7 @@ def _serve(jobs: Jobs) -> None:
 
 def _give_up(thread: threading.Thread, jobs: Jobs, started: Future[Any]) -> None:
     """The launch failed, or its caller was interrupted: interrupt the launch too, and free what it made."""
-    started.add_done_callback(lambda done: None if done.exception() else done.result().shutdown())
+    started.add_done_callback(lambda done: done.exception() or done.result().shutdown())
     jobs.put(None)
     if not started.done() and thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
