@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hints",
         "hub",
         "kv_spec",
+        "logs",
         "memory_plan",
         "model_summary",
         "plugins",
@@ -46,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "executor"),
     ("engine",),
     ("frontend",),
-    ("cli", "entrypoints", "llm", "server"),
+    ("async_llm", "cli", "entrypoints", "llm", "server"),
 )
 INDEPENDENT = {("scheduler", "executor"), ("executor", "scheduler")}
 RUNTIME_MAY_IMPORT = (
@@ -57,6 +58,7 @@ RUNTIME_MAY_IMPORT = (
     "gguf_header",
     "hub",
     "kv_spec",
+    "logs",
     "memory_plan",
     "messages",
     "model_summary",
@@ -200,7 +202,7 @@ for n in {names!r}:
 
 
 # Modules outside server, cli and entrypoints that serve the split into processes or HTTP, and may use the server's packages.
-_SERVER_SIDE = ("oarlock.engine.process",)
+_SERVER_SIDE = ("oarlock.engine.process", "oarlock.engine.process_client", "oarlock.engine.wire")
 
 
 def test_only_the_kv_manager_imports_the_block_pool():
