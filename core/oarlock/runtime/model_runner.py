@@ -20,7 +20,7 @@ from oarlock.errors import WorkerError
 from oarlock.messages import ModelRunnerOutput, SchedulerOutput
 from oarlock.runtime.batch import Batch
 from oarlock.runtime.pending import LogprobsPart, PendingStep
-from oarlock.runtime.programs import Key, ProgramSpec, make_programs
+from oarlock.runtime.programs import Key, ModelPrograms, ProgramSpec
 from oarlock.runtime.sampling_inputs import apply_processors, choose_program, logprob_wants, sample_inputs
 from oarlock.runtime.warmup import warm
 from oarlock.shapes import ShapePolicy, StepKey
@@ -47,7 +47,7 @@ class ModelRunner:
         self.policy, self.limits, self.dtype = policy, limits, dtype
         self.null_row = limits.max_num_seqs
         self.num_groups = len(model.groups)
-        self.programs = make_programs(model, ops, self.null_row, self.num_groups, model.vocab_size)
+        self.programs = ModelPrograms(model, ops, self.null_row).specs()
         self.compiled: dict[tuple[str, Key], Callable[..., Any]] = {}
         self.runs: Counter[str] = Counter()
         self.compiles_after_warmup = 0
@@ -248,7 +248,8 @@ class ModelRunner:
             if not row.needs_history or row.history_loaded:
                 continue
             known = int(self.batch.known[row.row])
-            width = self.history_width(known + 1)
+            self.history_width(known + 1)  # grows the buffer where it must
+            width = self.state["history"].shape[1]  # whole rows are written, whatever this batch reads
             tokens = np.zeros((1, width), np.int32)
             tokens[0, :known] = self.batch.tokens[row.row, :known]
             self.run("load_history", {"rows": 1, "history": width}, {"rows": [row.row], "tokens": tokens})
