@@ -132,7 +132,7 @@ def strict(text: str) -> Any:
 
 def refused(response: httpx.Response, param: str | None, status: int = 400) -> dict[str, Any]:
     """The error of a refusal, after checking its envelope. `param` is the field, or the start of its path."""
-    assert response.status_code == status, response.text
+    assert response.status_code == status, response.text[:500]
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]
     error = strict(response.text)["error"]
