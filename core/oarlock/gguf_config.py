@@ -39,6 +39,7 @@ _KEYS = {
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "expert_used_count": "num_experts_per_tok",

@@ -22,8 +22,8 @@ from oarlock.errors import ModelError, WeightMismatch
 # Tensor type id -> (name, elements in a block, bytes of a block).
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
     18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
     23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
     29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
@@ -88,13 +88,13 @@ class _Reader:
         if data[:4] != b"GGUF":
             raise ModelError(f"{self.path} is not a GGUF file: it starts with {bytes(data[:4])!r}, not b'GGUF'")
         self.at = 4
-        version = self._scalar("<I")
-        if version not in (2, 3):
-            hint = " (a big-endian file?)" if version and version & 0xFFFF == 0 else ""
-            raise ModelError(f"{self.path}: GGUF version {version} is not supported{hint}; versions 2 and 3 are")
         header = GGUFHeader(self.path)
         what = "the counts"
         try:
+            version = self._scalar("<I")
+            if version not in (2, 3):
+                hint = " (a big-endian file?)" if version and version & 0xFFFF == 0 else ""
+                raise ModelError(f"{self.path}: GGUF version {version} is not supported{hint}; versions 2 and 3 are")
             num_tensors, num_keys = self._scalar("<Q"), self._scalar("<Q")
             for number in range(num_keys):
                 what = f"metadata entry {number} of {num_keys}"

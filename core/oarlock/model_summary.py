@@ -84,6 +84,8 @@ def load_summary(config: ModelConfig) -> ModelSummary:
     """
     path = resolve_model(config)
     from_file = is_gguf(path)
+    if not from_file and not Path(path).is_dir():
+        raise ModelError(f"{path} is neither a folder nor a GGUF file; give the folder that has config.json")
     if from_file:
         raw, generation = config_of(read_header(path)), {}
     else:
@@ -94,7 +96,9 @@ def load_summary(config: ModelConfig) -> ModelSummary:
     hf_config = normalise_rope(merge_rope_flags(hf_config, config.rope_scaling, config.rope_theta))
     sizes = _sizes(path, hf_config)
     windows = _layer_windows(hf_config, sizes["num_layers"])
-    derived, max_len = _lengths(hf_config, config, windows)
+    context = _checkpoint_length(hf_config)
+    windows = tuple(None if window and window >= context else window for window in windows)  # a window that no context exceeds is none
+    derived, max_len = _lengths(hf_config, config, windows, context)
     if config.disable_sliding_window:
         windows = (None,) * len(windows)
     return ModelSummary(
@@ -207,14 +211,17 @@ def _layer_windows(hf_config: dict[str, Any], num_layers: int) -> tuple[int | No
     return tuple(window if slide else None for slide in slides)
 
 
-def _lengths(hf_config: dict[str, Any], config: ModelConfig, windows: tuple[int | None, ...]) -> tuple[int, int]:
-    """(derived, final) maximum context."""
-    found = {key: hf_config[key] for key in _LENGTH_KEYS if isinstance(hf_config.get(key), int) and hf_config[key] > 0}
+def _checkpoint_length(hf_config: dict[str, Any]) -> int:
+    """The context that the config states, with rope scaling."""
+    found = [hf_config[key] for key in _LENGTH_KEYS if isinstance(hf_config.get(key), int) and hf_config[key] > 0]
     if found:
-        derived = scaled_length(hf_config, min(found.values()))
-    else:
-        derived = 2048
-        logger.warning("the config has none of %s; the context is taken to be 2048 tokens, --max-model-len sets another", ", ".join(_LENGTH_KEYS))
+        return scaled_length(hf_config, min(found))
+    logger.warning("the config has none of %s; the context is taken to be 2048 tokens, --max-model-len sets another", ", ".join(_LENGTH_KEYS))
+    return 2048
+
+
+def _lengths(hf_config: dict[str, Any], config: ModelConfig, windows: tuple[int | None, ...], derived: int) -> tuple[int, int]:
+    """(derived, final) maximum context; `derived` is what the config states."""
     window = min((window for window in windows if window), default=None)
     if config.disable_sliding_window and window is not None:
         if hf_config.get("rope_scaling"):

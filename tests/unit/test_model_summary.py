@@ -153,6 +153,7 @@ SIX = {"num_hidden_layers": 6, "sliding_window": 512}
     [
         ({"model_type": "mistral"}, "111111"),
         ({"model_type": "phi3"}, "111111"),
+        ({"model_type": "phi3", "sliding_window": 4096}, "000000"),  # as long as the context
         ({"model_type": "mistral", "sliding_window": None}, "000000"),
         ({"model_type": "qwen2", "max_window_layers": 4}, "000000"),
         ({"model_type": "qwen2", "max_window_layers": 4, "use_sliding_window": True}, "000011"),
@@ -264,6 +265,8 @@ def test_missing_and_broken_files_are_named(folder: Path) -> None:
         (folder / "config.json").write_text(broken, errors="surrogateescape")
         with pytest.raises(ModelError, match=r"config\.json"):
             load_summary(ModelConfig(str(folder)))
+    with pytest.raises(ModelError, match="neither a folder nor a GGUF file"):
+        load_summary(ModelConfig(str(folder / "config.json")))
     summary(folder)
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"generation_config\.json cannot be read"):
