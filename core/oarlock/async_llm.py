@@ -22,6 +22,7 @@ from oarlock.messages import Abort, EngineInfo, EngineOutputs, EngineRequest, Er
 from oarlock.sampling_params import SamplingParams
 
 THREAD_CHARS = 100_000  # longer texts are tokenised in a thread, so that the event loop stays free
+TELL_S = 1.0  # at shutdown, how long the callers of open requests have to pass the error on
 
 
 class AsyncLLM:
@@ -128,6 +129,9 @@ class AsyncLLM:
         if first_time:
             for delta in self._outputs.fail_all(ErrorInfo(reason, kind="engine")):
                 self._deliver(delta)
+            deadline = loop.time() + TELL_S
+            while self._streams and loop.time() < deadline:  # let the callers hear of it: the next call may block
+                await asyncio.sleep(0.01)
         self._client.shutdown(0.0)
 
     # ---------------------------------------------------------------- inside

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from oarlock.config.sections import EngineConfig
 from oarlock.errors import InvalidParameter, NotBuilt
@@ -150,9 +150,13 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,  # passed to the template
         chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",  # "openai": lists of parts reach the template as they are
     ) -> list[RequestOutput]:
         """`generate` for conversations, by the model's chat template. Raises as `generate` does."""
         self._refuse_lora(lora_request)
+        if chat_template_content_format not in ("auto", "string", "openai"):
+            name = "chat_template_content_format"
+            raise InvalidParameter(f'{name} is {chat_template_content_format!r:.80}; give "auto", "string" or "openai".', param=name)
         template = self._chat_template(chat_template)
         conversations = conversation_list(messages)
         params = self._params_for(sampling_params, len(conversations))
@@ -160,7 +164,7 @@ class LLM:
         for index, conversation in enumerate(conversations):
             with naming(index, len(conversations), "conversation"):
                 settings = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message, "tools": tools}
-                texts.append(template.render(plain_messages(conversation), **settings, **(chat_template_kwargs or {})))
+                texts.append(template.render(plain_messages(conversation, keep_parts=chat_template_content_format == "openai"), **settings, **(chat_template_kwargs or {})))
         return self._run(self._prepare(texts, params, None, add_special_tokens=False, param="messages"), use_tqdm)
 
     def beam_search(

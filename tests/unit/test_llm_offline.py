@@ -300,6 +300,10 @@ def test_chat_renders_the_template_and_adds_no_special_tokens():
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     results = llm.chat([one, parts], SamplingParams(max_tokens=40), add_generation_prompt=False, **QUIET)
     assert texts(results) == ["[user]hi", "[user]a\nb"]
+    by_parts = "{% for p in messages[0].content %}<{{ p.text }}>{% endfor %}"
+    assert llm.chat(parts, chat_template=by_parts, chat_template_content_format="openai", **QUIET)[0].prompt == "<a><b>"
+    with pytest.raises(InvalidParameter, match="chat_template_content_format"):
+        llm.chat(parts, chat_template_content_format="other")
     assert llm.chat(one, chat_template="<{{ messages[0].content }}>", **QUIET)[0].prompt == "<hi>"
 
 

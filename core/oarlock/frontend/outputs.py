@@ -136,11 +136,6 @@ class OutputProcessor:
                 self._fail(state, output.error, delta)
             else:
                 self._advance(state, output, delta, now)
-        for delta in deltas.values():
-            state = self._requests.get(delta.request_id)
-            # All beams end together, and a search may find fewer than n.
-            if state is not None and state.num_finished and state.request.params.use_beam_search:
-                self._finish(state, delta, now)
         return [delta for delta in deltas.values() if delta.outputs or delta.finished or delta.prompt_logprobs is not None]
 
     def fail_all(self, error: ErrorInfo) -> list[RequestOutput]:
@@ -162,8 +157,6 @@ class OutputProcessor:
             delta.prompt_logprobs = [None if entry is None else self._logprobs(entry, state, prompt=True) for entry in output.prompt_logprobs]
         branch = state.branches.get(output.index)
         if branch is None:
-            if output.index >= state.num_expected:
-                return  # a beam below the n best
             branch = state.branches[output.index] = _Branch(output.index, state.request, self.tokenizer)
         if branch.is_finished or not (output.new_token_ids or output.finish_reason):
             return
