@@ -58,8 +58,7 @@ def _run(op: Op, shape: dict[str, Any], dtype: str, limit: float, case_id: str, 
     args, kwargs = op.generate(shape, DTYPES[dtype], torch.Generator().manual_seed(seed))
     reference = _tensors(op.reference(*args, **kwargs))
     oracle = _tensors(op.reference(*pytree.tree_map_only(torch.Tensor, upcast, args), **kwargs))
-    with subject.session():
-        got = _on_device(op, args, kwargs, reference, dtype, case_id, subject)
+    got = _on_device(op, args, kwargs, reference, dtype, case_id, subject)
     return compare(got, reference, oracle, subject.limit(op.name, dtype, limit))
 
 
@@ -79,7 +78,8 @@ def _on_device(
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             continue  # a static argument
         if prepare is not None and name == "weight":
-            weights[name] = prepare(subject.device.place(name, value, "none"))
+            with subject.session():
+                weights[name] = prepare(subject.device.place(name, value, "none"))
             continue
         may_change = name in op.mutates
         made = [subject.guarded(name, leaf) for leaf in leaves]
@@ -94,9 +94,9 @@ def _on_device(
 
     fences = subject.fences(results)
     _, out = subject.run(case_id, program, weights=weights, written=written, inputs=inputs)
-    got = [subject.device.to_host(t) for t in _tensors(out["results"])]
+    got = [subject.download(t) for t in _tensors(out["results"])]
     for fence, sentinel in fences:
-        if not torch.equal(subject.device.to_host(fence), sentinel):
+        if not torch.equal(subject.download(fence), sentinel):
             raise CheckFailed("memory beside a result was written")
     functional = subject.device.capabilities.kv_update == "functional"
     for guard, may_change in guards:

@@ -46,9 +46,7 @@ class World:
         self.free = [int(b) + 1 for b in torch.randperm(NUM_BLOCKS - 1, generator=self.random)]  # scattered ids: tables have holes
         self.tag = f"attend-{params}-{dtype}-{block_size}"
         self.rows: list[Row] = []
-        with subject.session():
-            poison = [torch.full(shape, math.nan, dtype=self.dtype) for shape in self.attention.kv_layout(NUM_BLOCKS)]
-            self.cache = tuple(subject.device.to_device(t) for t in poison)
+        self.cache = tuple(subject.upload(torch.full(shape, math.nan, dtype=self.dtype)) for shape in self.attention.kv_layout(NUM_BLOCKS))
 
     # ------------------------------------------------------------ rows and blocks
     def add(self, length: int, like: tuple[int, int] | None = None) -> int:
@@ -87,14 +85,13 @@ class World:
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill whole blocks with NaN, through the host."""
-        with self.subject.session():
-            host = self.host_cache()
-            for tensor in host:
-                tensor[list(blocks)] = math.nan
-            self.cache = tuple(self.subject.device.to_device(t) for t in host)
+        host = self.host_cache()
+        for tensor in host:
+            tensor[list(blocks)] = math.nan
+        self.cache = tuple(self.subject.upload(t) for t in host)
 
     def host_cache(self) -> tuple[torch.Tensor, ...]:
-        return tuple(self.subject.device.to_host(t).clone() for t in self.cache)
+        return tuple(self.subject.download(t).clone() for t in self.cache)
 
     # ------------------------------------------------------------ a step
     def step(self, plan: dict[int, int], limit: float) -> tuple[Measure, dict[int, torch.Tensor]]:
@@ -113,10 +110,9 @@ class World:
         places = {r: n for n, r in enumerate(decodes)} | {r: key.decode_rows + n for n, r in enumerate(chunks)}
         packed, starts = self._pack(key, plan, places)
         owned = sorted({self.rows[r].blocks[position // self.block_size] for r in order for position in self._new_positions(r, plan[r])})
-        with self.subject.session():
-            before = self.host_cache()
-            out = self._run(key, packed, self._tokens(key, plan, starts))
-            after = self.host_cache()
+        before = self.host_cache()
+        out = self._run(key, packed, self._tokens(key, plan, starts))
+        after = self.host_cache()
         self._check_blocks(before, after, owned)
         if not bool(out.isfinite().all()):
             raise CheckFailed("a result is not finite: a null, stale or freed slot was read, or a padded row is not inert")
@@ -182,32 +178,27 @@ class World:
                 out.append(attention.attend(i["query"][decode:], cache, meta, params))
             return {"kv": cache}, {"out": out[0] if len(out) == 1 else torch.cat(out)}
 
-        device = self.subject.device
-        new, out = self.subject.run(
-            f"{self.tag}-{key}",
-            program,
-            written={"kv": self.cache},
-            packed=device.to_device(packed),
-            inputs={name: device.to_device(t) for name, t in tokens.items()},
-        )
+        subject = self.subject
+        inputs = {name: subject.upload(t) for name, t in tokens.items()}
+        new, out = subject.run(f"{self.tag}-{key}", program, written={"kv": self.cache}, packed=subject.upload(packed), inputs=inputs)
         self.cache = new["kv"]
-        return device.to_host(out["out"])
+        return subject.download(out["out"])
 
     # ------------------------------------------------------------ whole blocks
     def copy(self, source: list[int], destination: list[int]) -> None:
         """Copy blocks as the engine does for branches; padding copies 0 to 0."""
-        attention, device = self.attention, self.subject.device
+        attention = self.attention
 
         def program(weights: Any, written: dict[str, Any], read: Any, packed: torch.Tensor, i: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             ids = packed.reshape(2, -1)
             return {"kv": attention.copy_blocks(written["kv"], ids[0], ids[1])}, {}
 
         packed = torch.tensor([*source, 0, *destination, 0], dtype=torch.int32)
-        with self.subject.session():
-            before = self.host_cache()
-            new, _ = self.subject.run(f"{self.tag}-copy-{len(source)}", program, written={"kv": self.cache}, packed=device.to_device(packed))
-            self.cache = new["kv"]
-            after = self.host_cache()
+        before = self.host_cache()
+        tag = f"{self.tag}-copy-{len(source)}"
+        new, _ = self.subject.run(tag, program, written={"kv": self.cache}, packed=self.subject.upload(packed))
+        self.cache = new["kv"]
+        after = self.host_cache()
         self._check_blocks(before, after, destination)
         for tensor, old in zip(after, before, strict=True):
             if not same_bits(tensor[destination], old[source]):

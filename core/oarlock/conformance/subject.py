@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 import oarlock.runtime.reference  # noqa: F401  registers core's ops
 from oarlock.backend_api import ConformanceProfile, DeviceSpec
@@ -39,7 +40,7 @@ class Guarded:
 
     def check(self, subject: Subject, may_change: bool) -> None:
         """Raises CheckFailed when the ends, or the inside unless it may change, are not what was sent."""
-        now = subject.device.to_host(self.whole)
+        now = subject.download(self.whole)
         ends = [slice(0, GUARD), slice(len(now) - GUARD, None)]
         if not all(same_bits(now[part], self.sent[part]) for part in ends):
             raise CheckFailed(f"memory beside argument {self.name} was written")
@@ -49,7 +50,7 @@ class Guarded:
 
 @dataclass
 class Subject:
-    """Made once a run, after the device was selected. Everything that computes runs inside `session()`."""
+    """Made once a run, after the device was selected. `upload`, `run` and `download` are the only ways to the device."""
 
     spec: DeviceSpec
     selection: Selection
@@ -112,13 +113,25 @@ class Subject:
     ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
         """Run a pure program through the device's graph runner, compiled once per tag. Returns (new state, outputs)."""
         if packed is None:
-            packed = self.device.to_device(torch.zeros(1, dtype=torch.int32))
+            packed = self.upload(torch.zeros(1, dtype=torch.int32))
         args = (weights if weights is not None else {}, written or {}, {}, packed, inputs or {})
         if tag not in self._programs:
-            self._programs[tag] = self.graph.compile(fn, args, tag)
-        new, out = self._programs[tag](*args)
-        self.graph.retire(args[1], new)
+            # Compiling may spoil the state of its example (capture runs it, donation eats it): give it a state of its own.
+            scratch = pytree.tree_map_only(torch.Tensor, lambda t: self.upload(self.download(t).clone()), args[1])
+            with self.session():
+                self._programs[tag] = self.graph.compile(fn, (args[0], scratch, *args[2:]), tag)
+        with self.session():
+            new, out = self._programs[tag](*args)
+            self.graph.retire(args[1], new)
         return new, out
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        with self.session():
+            return self.device.to_device(host)
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.session():
+            return self.device.to_host(tensor)
 
     def guarded(self, name: str, host: torch.Tensor) -> Guarded:
         """Upload a tensor between two guards, as a contiguous view, or with its strides where the device updates in place."""
@@ -131,16 +144,17 @@ class Subject:
         else:
             inside = host.reshape(-1)
         sent = torch.cat((sentinel, inside, sentinel))
-        whole = self.device.to_device(sent.clone())
-        if strided:
-            return Guarded(name, whole.as_strided(host.shape, host.stride(), GUARD), whole, sent)
-        return Guarded(name, whole[GUARD : GUARD + len(inside)].view(host.shape), whole, sent)
+        whole = self.upload(sent.clone())
+        with self.session():
+            if strided:
+                return Guarded(name, whole.as_strided(host.shape, host.stride(), GUARD), whole, sent)
+            return Guarded(name, whole[GUARD : GUARD + len(inside)].view(host.shape), whole, sent)
 
     def fences(self, results: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(device, host) tensors on both sides of a freed hole of each result's size, where an allocator is likely to put it."""
         found = []
         for result in results:
             sentinel = torch.full((max(result.numel(), 1),), 77, dtype=torch.int32).to(result.dtype)
-            places = [self.device.to_device(sentinel.clone()) for _ in range(3)]
+            places = [self.upload(sentinel.clone()) for _ in range(3)]
             found += [(places[0], sentinel), (places[2], sentinel)]
         return found
