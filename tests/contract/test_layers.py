@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "executor"),
     ("engine",),
     ("frontend",),
-    ("async_llm", "cli", "entrypoints", "llm", "server"),
+    ("async_llm", "cli", "entrypoints", "llm", "offline_engine", "server"),
 )
 INDEPENDENT = {("scheduler", "executor"), ("executor", "scheduler")}
 RUNTIME_MAY_IMPORT = (

@@ -1,0 +1,58 @@
+"""What is imported is declared: an install from the repository's own files is enough to run, and to test."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from source_code import CORE, ROOT, imports, packages_outside_core, python_files, shown, tree
+
+# Import name -> distribution, where they differ.
+DISTRIBUTIONS = {"google": "protobuf", "sentencepiece": "sentencepiece", "yaml": "pyyaml", "zmq": "pyzmq"}
+# torch is the device package's affair (a requirement of ours would bring the wrong build).
+FROM_THE_DEVICE = {"torch"}
+# Imported where a user asks for them, with an error that names them where they are missing.
+OPTIONAL = {"transformers"}
+
+
+def declared(pyproject: Path, extra: str | None = None) -> set[str]:
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    found = project.get("dependencies", []) + (project.get("optional-dependencies", {}).get(extra, []) if extra else [])
+    return {re.split(r"[\s\[<>=!~;]", name, maxsplit=1)[0].lower().replace("_", "-") for name in found}
+
+
+def imported(folder: Path) -> dict[str, str]:
+    """Third-party distributions that a folder's sources import, with one place each."""
+    neighbours = {p.stem for p in python_files(folder)} | {p.stem for p in python_files(ROOT / "tests")}
+    found: dict[str, str] = {}
+    for path in python_files(folder):
+        for one in imports(tree(path)):
+            top = one.name.split(".")[0]
+            if top and top not in sys.stdlib_module_names and not top.startswith("oarlock") and top not in neighbours:
+                found.setdefault(DISTRIBUTIONS.get(top, top).lower().replace("_", "-"), f"{shown(path)}:{one.line}")
+    return found
+
+
+def missing(folder: Path, available: set[str]) -> dict[str, str]:
+    return {name: where for name, where in imported(folder).items() if name not in available}
+
+
+def test_core_declares_what_it_imports():
+    # starlette comes with fastapi, of which it is the half that we use directly.
+    available = declared(ROOT / "pyproject.toml") | FROM_THE_DEVICE | OPTIONAL
+    assert not missing(CORE, available | ({"starlette"} if "fastapi" in available else set()))
+
+
+@pytest.mark.parametrize("package", sorted(packages_outside_core()))
+def test_backends_and_plugins_declare_what_they_import(package):
+    folder = packages_outside_core()[package]
+    assert not missing(folder, declared(folder.parent / "pyproject.toml") | {"torch"})
+
+
+def test_tests_declare_what_they_import():
+    available = declared(ROOT / "pyproject.toml", "test") | FROM_THE_DEVICE | {"starlette"}
+    for folder in (ROOT / "tests", *(p.parent / "tests" for p in packages_outside_core().values())):
+        assert not missing(folder, available)
