@@ -75,7 +75,7 @@ class KVCacheManager:
         self._host_tables: dict[int, _HostTable] = {}
         self._swap_out: dict[int, int] = {}  # host block -> device block, not yet sent to the worker
         self._copies: list[tuple[int, int]] = []
-        self._swap_in: list[tuple[int, int]] = []
+        self._swap_in: dict[int, int] = {}  # device block -> host block
         self._reclaim: list[int] = []  # host blocks that are free once the pending swap_in was sent
 
     # ------------------------------------------------------------ sizes
@@ -225,12 +225,21 @@ class KVCacheManager:
         for g, i in shared:
             source, block = table.blocks[g][i], self._pool.allocate()
             self._pool.release(source)
-            self._copies.append((source, block))
+            if source in self._swap_in:  # copies are made before swap_in: fetch the content twice instead
+                self._swap_in[block] = self._swap_in[source]
+            else:
+                self._copies.append((source, block))
             self._replace(table, g, i, block)
         for ids in table.blocks:
             for _ in range(width - len(ids)):
                 ids.append(self._pool.allocate())
         return True
+
+    def trim(self, branch_id: int, num_computed: int) -> bool:
+        """Drop blocks that no future token sees before the branch's next row. Whether that freed any."""
+        before = self._pool.num_free
+        self._drop_passed(self._tables[branch_id], num_computed)
+        return self._pool.num_free > before
 
     def _drop_passed(self, table: _Table, num_computed: int) -> None:
         for g, window in enumerate(self.windows):
@@ -269,10 +278,10 @@ class KVCacheManager:
         host = self._host_tables.pop(branch_id, None)
         if host is not None:
             for row in host.blocks:
-                for block in row:
-                    if block is not None and self._host.release(block):
-                        self._swap_out.pop(block, None)
-                        self._host.reclaim(block)
+                for host_block in row:
+                    if host_block is not None and self._host.release(host_block):
+                        self._swap_out.pop(host_block, None)
+                        self._host.reclaim(host_block)
 
     def block_ids(self, branch_id: int) -> tuple[tuple[int, ...], ...]:
         """The whole table, per group, for a worker that does not know the branch. Counts as told."""
@@ -337,10 +346,7 @@ class KVCacheManager:
         for branch_id, host in zip(branch_ids, tables, strict=True):
             blocks: list[list[int]] = []
             for row in host.blocks:
-                ids: list[int] = []
-                for block in row:
-                    ids.append(NULL_BLOCK if block is None else self._bring(block, place))
-                blocks.append(ids)
+                blocks.append([NULL_BLOCK if block is None else self._bring(block, place) for block in row])
             del self._host_tables[branch_id]
             self._tables[branch_id] = _Table(blocks, list(host.first_live), [0] * len(blocks))
         return True
@@ -350,14 +356,14 @@ class KVCacheManager:
             self._pool.hold(place[host_block])
         else:
             place[host_block] = self._pool.allocate()
-            self._swap_in.append((host_block, place[host_block]))
+            self._swap_in[place[host_block]] = host_block
         if self._host.release(host_block):
             self._reclaim.append(host_block)
         return place[host_block]
 
     def take_moves(self) -> tuple[Moves, Moves, Moves]:
         """(swap_out, block_copy, swap_in) for the step that is sent now."""
-        moves = (tuple((d, h) for h, d in self._swap_out.items()), tuple(self._copies), tuple(self._swap_in))
+        moves = (tuple((d, h) for h, d in self._swap_out.items()), tuple(self._copies), tuple((h, d) for d, h in self._swap_in.items()))
         self._swap_out.clear()
         self._copies.clear()
         self._swap_in.clear()

@@ -11,6 +11,7 @@ Source: HuggingFace-style beam search as GPU servers know it: 2 x width candidat
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from oarlock.messages import FinishReason, PositionLogprobs
@@ -61,8 +62,12 @@ class BeamSearch:
         self.finished: list[Hypothesis] = []  # the width best, best first
 
     def score(self, cumulative_logprob: float, length: int) -> float:
-        """`length`: generated tokens, at least 1."""
-        return cumulative_logprob / length**self._request.params.length_penalty
+        """`length`: generated tokens, at least 1. Never raises: a penalty beyond what floats hold gives 0 or -inf."""
+        try:
+            power = float(length) ** float(self._request.params.length_penalty)
+        except OverflowError:
+            power = math.inf
+        return float(cumulative_logprob / power) if power else (-math.inf if cumulative_logprob < 0 else 0.0)
 
     def extend(self, beams: list[Branch]) -> list[Extension]:
         """One step of the search over beams that all have candidates: at most width extensions; none when the search is over.

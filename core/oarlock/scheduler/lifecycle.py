@@ -165,7 +165,7 @@ class Lifecycle:
             unit = branch.request.unit(branch)
             self.swapped.discard(unit[0].branch_id)
             self._recompute(unit)
-        return branch.status is Status.ENDED or branch.num_scheduled == 0
+        return branch.status in (Status.DRAINING, Status.ENDED) or branch.num_scheduled == 0
 
     def _forget(self, branch: Branch) -> None:
         if branch.is_known:

@@ -137,8 +137,8 @@ class Results:
     def _grow(self, beams: list[Branch], extensions: list[Extension]) -> None:
         """Make the branches of the next step: a parent lives on as its best child, its other children are forks of it."""
         chosen = {e.parent for e in extensions}
-        for parent, beam in enumerate(beams):
-            if parent not in chosen:
+        for at, beam in enumerate(beams):
+            if at not in chosen:
                 self._life.finish(beam)
         grown: set[int] = set()
         states = {p: (len(beams[p].tokens), list(beams[p].logprobs)) for p in chosen}
