@@ -247,6 +247,8 @@ def test_submit_that_fails_leaves_nothing_behind():
             with pytest.raises(EngineDead, match="socket closed"):
                 await collect(s.llm.generate("p", SamplingParams(), "1"))
             assert s.llm.num_open == 0
+            with pytest.raises(EngineDead, match="socket closed"):  # and not that the id is in use
+                await collect(s.llm.generate("p", SamplingParams(), "1"))
 
     run(test())
 

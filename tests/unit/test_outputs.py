@@ -127,6 +127,8 @@ def test_nothing_is_sent_that_may_have_to_be_taken_back():
     assert run.step(spell("c")).outputs[0].text == "abcc"
     assert run.step(spell("ab")).outputs[0].text == ""
     assert run.step([EOS], "stop").outputs[0].text == "ab"  # the end releases what was held
+    run = Run(stop=["abcd"])
+    assert run.step(spell("xab"), "length").outputs[0].text == "xab"
 
 
 def test_text_that_cannot_begin_a_stop_string_is_sent_at_once():
@@ -168,6 +170,10 @@ def test_stop_string_counts_only_after_min_tokens():
     assert run.deltas[-1].finished is False
     run.step(spell("c"))  # the third token completes a stop string that began before
     assert (run.choice.text, run.choice.stop_reason) == ("a", "bc")
+    run = Run(stop=["b"], min_tokens=2, max_tokens=50)
+    run.step(spell("ab"))  # as EOS, a stop string may end the text from the token after min_tokens on
+    run.step(spell("b"))
+    assert (run.choice.text, run.choice.token_ids) == ("ab", spell("abb"))
 
 
 def test_replacement_character_at_the_end_may_complete_a_stop_string():
@@ -194,6 +200,19 @@ def brute_force(stops: list[str], text: str) -> tuple[int, str] | None:
         if found:
             return end, found
     return None
+
+
+def test_of_stop_strings_that_end_together_the_longest_wins_and_the_first_to_end_wins_over_all():
+    for stops in (["b", "ab"], ["ab", "b"]):
+        assert StopMatcher(stops).feed("xabc") == (3, "ab")
+    assert StopMatcher(["abcd", "bc"]).feed("abcd") == (3, "bc")
+
+
+def test_match_that_is_passed_over_may_be_the_beginning_of_the_next():
+    matcher = StopMatcher(["aa"])
+    assert matcher.feed("aa", armed=False) is None
+    assert matcher.held == 1
+    assert matcher.feed("a") == (1, "aa")
 
 
 @settings(max_examples=100, deadline=None)
@@ -238,6 +257,8 @@ def test_deltas_add_up_to_the_same_result_however_steps_cut_the_tokens(tokens, c
         assert "".join(run.texts) == choice.text
         assert sum(c.finish_reason is not None for d in run.deltas for c in d.outputs) == 1
         assert run.deltas[-1].outputs[-1].finish_reason is not None
+        if choice.stop_reason is None:  # nothing may be missing
+            assert choice.text == ToyTokenizer().decode(tokens if ending == "length" or include else tokens[:-1])
         assert len(choice.logprobs) == len(choice.token_ids) == run.deltas[-1].num_generated_tokens
         return choice
 
