@@ -69,6 +69,10 @@ class Result:
     op: str = ""
     dtype: str = ""
 
+    @property
+    def is_bad(self) -> bool:
+        return self.status in BAD
+
 
 def run_case(case: Case, subject: Any, expected: str | None) -> Result:
     """Run one case. `expected` is the reason why it is expected to fail, None when it is not; an unexpected pass is bad."""
@@ -84,7 +88,7 @@ def run_case(case: Case, subject: Any, expected: str | None) -> Result:
             status, detail = "unsupported", "; ".join(support.reasons)
     except CheckFailed as failure:
         status, detail, measure = "fail", str(failure), failure.measure
-    except Exception as error:  # a stranger's code: whatever it raises is this case's result
+    except Exception as error:  # noqa: BLE001  a stranger's code: whatever it raises is this case's result
         status, detail, trace = "error", f"{type(error).__name__}: {error}", traceback.format_exc()
     if expected is not None and status in ("fail", "error"):
         status, detail = "xfail", f"{expected} ({detail})"

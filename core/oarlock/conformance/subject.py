@@ -58,7 +58,7 @@ class Subject:
     device: Device
     profile: ConformanceProfile
     graph: GraphRunner
-    _ops: dict[str, Ops] = field(default_factory=dict)
+    bound: dict[str, Ops] = field(default_factory=dict)
     _programs: dict[str, Callable[..., Any]] = field(default_factory=dict)
     attention_served: dict[str, str] = field(default_factory=dict)  # dtype -> implementation, for the report
 
@@ -90,9 +90,9 @@ class Subject:
         return self.device.capabilities.dtypes
 
     def ops(self, dtype: str) -> Ops:
-        if dtype not in self._ops:
-            self._ops[dtype] = choose_ops(collect(self.plugins, "kernels", device=self.device), self.device, dtype)
-        return self._ops[dtype]
+        if dtype not in self.bound:
+            self.bound[dtype] = choose_ops(collect(self.plugins, "kernels", device=self.device), self.device, dtype)
+        return self.bound[dtype]
 
     def attention(self, params: AttentionParams, dtype: str, block_size: int) -> Attention:
         kind = "full" if params.window is None else "window"

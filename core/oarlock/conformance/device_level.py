@@ -1,0 +1,174 @@
+"""Level 1: the device object moves bytes, computes, counts memory and seeds.
+
+Owns: the checks of `Device`'s members.
+Reads: `subject`.
+Never: calls an op of the registry.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from oarlock.backend_api import Support
+from oarlock.conformance.cases import Case, CheckFailed
+from oarlock.conformance.metrics import same_bits
+from oarlock.conformance.subject import DTYPES, Subject
+
+LEVEL = 1
+PIECE = 64 << 20  # bytes allocated to see the free memory move
+SLACK = 8 << 20  # allocators round up
+_MOVED = {**DTYPES, "int32": torch.int32, "int64": torch.int64, "bool": torch.bool}
+
+
+def cases() -> Iterator[Case]:
+    yield Case("device[verify]", LEVEL, verify)
+    for dtype in _MOVED:
+        yield Case(f"device[copies,{dtype}]", LEVEL, partial(copies, dtype), dtype=dtype, supports=partial(_declares, dtype))
+    for dtype in DTYPES:
+        yield Case(f"device[computes,{dtype}]", LEVEL, partial(computes, dtype), dtype=dtype, supports=partial(_declares, dtype))
+    yield Case("device[indexing]", LEVEL, indexing)
+    yield Case("device[isolation]", LEVEL, isolation, supports=_apart)
+    yield Case("device[placing]", LEVEL, placing)
+    yield Case("device[memory]", LEVEL, memory, supports=_tells_memory)
+    yield Case("device[memory moves]", LEVEL, memory_moves, supports=_apart)
+    yield Case("device[seeding]", LEVEL, seeding)
+    yield Case("device[synchronise]", LEVEL, synchronise)
+
+
+def _declares(dtype: str, subject: Subject) -> Support:
+    ok = dtype not in DTYPES or dtype in subject.dtypes
+    return Support(ok, () if ok else (f"the device declares {', '.join(subject.dtypes)}",))
+
+
+def _apart(subject: Subject) -> Support:
+    if subject.device.capabilities.host_is_device:
+        return Support(False, ("the device's memory is the host's",))
+    return _tells_memory(subject)
+
+
+def _tells_memory(subject: Subject) -> Support:
+    try:
+        subject.device.memory_info()
+    except NotImplementedError:
+        return Support(False, ("the device cannot tell its free memory; users must give absolute sizes",))
+    return Support(True)
+
+
+def verify(subject: Subject) -> None:
+    with subject.session():
+        subject.device.verify()
+
+
+def copies(dtype: str, subject: Subject) -> None:
+    """Bits survive the way there and back: scalars, empty, odd, large and strided tensors."""
+    random = torch.Generator().manual_seed(3)
+    for shape in ((), (0,), (0, 3), (1,), (7, 13), (3, 1, 5), (1 << 18,)):
+        host = (torch.randn(shape, generator=random) * 100).to(_MOVED[dtype])
+        _same(host, subject.download(subject.upload(host)), f"a tensor of shape {list(shape)}")
+    base = (torch.randn((9, 12), generator=random) * 100).to(_MOVED[dtype])
+    for name, host in (("transposed", base.T), ("every second row", base[::2]), ("a column", base[:, 3]), ("expanded", base[:1].expand(4, 12))):
+        _same(host.contiguous(), subject.download(subject.upload(host)), name)
+    on_device = subject.upload(base)
+    with subject.session():
+        part = on_device[2:5, 1:8]
+    _same(base[2:5, 1:8].contiguous(), subject.download(part), "a part of a device tensor")
+
+
+def _same(want: torch.Tensor, got: torch.Tensor, what: str) -> None:
+    if got.device.type != "cpu":
+        raise CheckFailed(f"to_host gave a tensor on {got.device}")
+    if not same_bits(want, got.contiguous()):
+        raise CheckFailed(f"{what} came back as {got.dtype} {list(got.shape)} with other bits")
+
+
+def computes(dtype: str, subject: Subject) -> None:
+    """Small whole numbers are exact in every dtype: sums, products, comparisons, a matrix product."""
+    a = torch.arange(-6, 6).view(3, 4).to(DTYPES[dtype])
+    x = subject.upload(a)
+    with subject.session():
+        results = {"2x+1": x * 2 + 1, "sum": x.sum(-1), "max": x.amax(0), "where": torch.where(x > 0, x, 0), "matmul": x @ x.T, "float": x.float()}
+    want = {"2x+1": a * 2 + 1, "sum": a.sum(-1), "max": a.amax(0), "where": torch.where(a > 0, a, 0), "matmul": a @ a.T, "float": a.float()}
+    for name, result in results.items():
+        got = subject.download(result)
+        if got.dtype != want[name].dtype or not torch.equal(got, want[name]):
+            raise CheckFailed(f"{name} in {dtype} gives {got.tolist()} instead of {want[name].tolist()}")
+
+
+def indexing(subject: Subject) -> None:
+    """int32 indices read, gather and write."""
+    host, ids = torch.arange(24, dtype=torch.float32).view(6, 4), torch.tensor([5, 0, 3], dtype=torch.int32)
+    x, i = subject.upload(host), subject.upload(ids)
+    with subject.session():
+        results = [x[i], x.index_select(0, i), x.index_put((i,), x[i] + 1)]
+    want = [host[ids], host[ids], host.index_put((ids,), host[ids] + 1)]
+    for name, result, right in zip(("x[i]", "index_select", "index_put"), results, want, strict=True):
+        if not torch.equal(subject.download(result), right):
+            raise CheckFailed(f"{name} with int32 indices is wrong")
+
+
+def isolation(subject: Subject) -> None:
+    """A copy is a copy: later writes on either side do not show on the other."""
+    host = torch.ones(1000)
+    on_device = subject.upload(host)
+    subject.device.synchronise()
+    host.fill_(2)
+    back = subject.download(on_device)
+    if not bool((back == 1).all()):
+        raise CheckFailed("writing to the host tensor after the copy changed the device's")
+    back.fill_(3)
+    if not bool((subject.download(on_device) == 1).all()):
+        raise CheckFailed("writing to the tensor that was read back changed the device's")
+
+
+def placing(subject: Subject) -> None:
+    weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(4)).to(DTYPES[subject.dtypes[0]])
+    for shard in ("column", "row", "vocab", "expert", "none"):
+        with subject.session():
+            placed = subject.device.place("w", weight, shard)
+        _same(weight, subject.download(placed), f"a weight placed with shard {shard}")
+
+
+def memory(subject: Subject) -> None:
+    free, total = subject.device.memory_info()
+    if not (isinstance(free, int) and isinstance(total, int) and 0 <= free <= total and total > 0):
+        raise CheckFailed(f"memory_info() gives free {free!r}, total {total!r}; bytes, 0 <= free <= total, are needed")
+
+
+def memory_moves(subject: Subject) -> None:
+    """Free memory falls by what is allocated and comes back."""
+    with subject.session():
+        before = subject.device.memory_info()[0]
+        piece = subject.device.to_device(torch.zeros(PIECE // 4))
+        subject.device.synchronise()
+        used = before - subject.device.memory_info()[0]
+        if not PIECE <= used + SLACK or used > PIECE + SLACK:
+            raise CheckFailed(f"after {PIECE >> 20} MiB were allocated, free memory fell by {used / (1 << 20):.1f} MiB")
+        del piece
+        gc.collect()
+        kept = before - subject.device.memory_info()[0]
+        if kept > PIECE + SLACK:
+            raise CheckFailed(f"after the piece was freed, {kept / (1 << 20):.1f} MiB more are in use than before")
+
+
+def seeding(subject: Subject) -> None:
+    draws = []
+    for seed in (11, 11, 12):
+        with subject.session():
+            subject.device.seed(seed)
+            draws.append(torch.rand(32, device=subject.device.torch_device))
+    host = [subject.download(t) for t in draws]
+    if not torch.equal(host[0], host[1]) or torch.equal(host[0], host[2]):
+        raise CheckFailed("seed() does not repeat the device's random numbers, or ignores its value")
+
+
+def synchronise(subject: Subject) -> None:
+    x = subject.upload(torch.ones(64, 64))
+    with subject.session():
+        y = x @ x
+        subject.device.synchronise()
+    if float(subject.download(y)[0, 0]) != 64.0:
+        raise CheckFailed("a product of ones is not 64")

@@ -1,0 +1,154 @@
+"""Runs the chosen cases on one device and gathers the report.
+
+Owns: which cases run, in which order, and the exit code.
+Reads: the levels, `subject`, `report`.
+Never: prints; stops at the first failure.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import platform
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+import oarlock
+from oarlock.backend_api import API_VERSION
+from oarlock.conformance import LEVELS, attention_level, contract_level, device_level, ops_level
+from oarlock.conformance.cases import Case, Result, run_case
+from oarlock.conformance.report import Report
+from oarlock.conformance.subject import Subject
+from oarlock.device_choice import Selection
+from oarlock.errors import ConfigError
+
+_SOURCES: tuple[Callable[[], Iterator[Case]], ...] = (contract_level.cases, device_level.cases, ops_level.cases, attention_level.cases)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the user asked for."""
+
+    levels: tuple[int, ...] = tuple(range(len(LEVELS)))
+    ops: tuple[str, ...] = ()  # () means all; level 2 and 3 only
+    pattern: str = ""  # regular expression over case ids
+    full: bool = False
+
+
+def parse_levels(text: str) -> tuple[int, ...]:
+    """"2", "0-3", "ops,attention" and mixtures of these.
+
+    Raises:
+        ConfigError: a level that does not exist.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        ends = [LEVELS.index(end) if end in LEVELS else int(end) if end.isdigit() else -1 for end in (first, last or first)]
+        if min(ends) < 0 or max(ends) >= len(LEVELS) or ends[0] > ends[1]:
+            known = ", ".join(f"{n} {name}" for n, name in enumerate(LEVELS))
+            raise ConfigError(f"--level {text}: {part.strip()!r} is no level; levels are {known}, or a range such as 0-3", option="--level")
+        found.update(range(ends[0], ends[1] + 1))
+    return tuple(sorted(found))
+
+
+def select(choice: Choice) -> list[Case]:
+    """The cases of a choice, in order.
+
+    Raises:
+        ConfigError: an op that does not exist, a broken expression, or nothing left.
+    """
+    try:
+        pattern = re.compile(choice.pattern)
+    except re.error as error:
+        raise ConfigError(f"-k {choice.pattern}: no regular expression: {error}", option="-k") from None
+    every = [case for level, source in enumerate(_SOURCES) if level in choice.levels for case in source()]
+    known = {case.op for source in _SOURCES for case in source() if case.op}
+    unknown = sorted(set(choice.ops) - known)
+    if unknown:
+        raise ConfigError(f"--ops: {', '.join(unknown)} is no op; ops are {', '.join(sorted(known))}", option="--ops")
+    found = [c for c in every if (c.quick or choice.full) and pattern.search(c.id) and (not choice.ops or c.op in choice.ops)]
+    if not found:
+        raise ConfigError(f"no case matches levels {choice.levels}, ops {choice.ops or 'all'}, -k {choice.pattern!r}", option="-k")
+    return found
+
+
+def run(selection: Selection, choice: Choice, on_result: Callable[[Result], None] = lambda _: None) -> Report:
+    """Run the chosen cases. A device that cannot even be made is one error of level 0.
+
+    Raises:
+        ConfigError: the choice names what does not exist.
+    """
+    chosen = select(choice)
+    report = _new_report(selection, choice)
+    started = time.perf_counter()
+    try:
+        subject = Subject.open(selection)
+        report.device_text = subject.device.describe()
+    except Exception as error:  # noqa: BLE001  a stranger's constructor: the report says what it raised
+        text = f"{type(error).__name__}: {error}"
+        failed = Result("contract[opens]", 0, "error", text, traceback.format_exc(), time.perf_counter() - started)
+        report.results.append(failed)
+        on_result(failed)
+        return report
+    used = set()
+    for case in chosen:
+        pattern = next((p for p, _ in subject.profile.expected_failures if fnmatch.fnmatchcase(case.id, _literal(p))), None)
+        used.add(pattern)
+        result = run_case(case, subject, dict(subject.profile.expected_failures).get(pattern) if pattern else None)
+        report.results.append(result)
+        on_result(result)
+    report.seconds = time.perf_counter() - started
+    report.served = _served(subject)
+    report.loosened = [list(t) for t in subject.profile.tolerances]
+    return report
+
+
+def _literal(pattern: str) -> str:
+    """Case ids hold brackets; in a pattern only * and ? are special."""
+    return pattern.replace("[", "[[]")
+
+
+def _served(subject: Subject) -> dict[str, dict[str, str]]:
+    """op -> dtype -> implementation. Empty where nothing could be bound, which the ops' cases report."""
+    table: dict[str, dict[str, str]] = {}
+    for dtype, ops in subject.bound.items():
+        for op, name, _ in ops.table:
+            table.setdefault(op, {})[dtype] = name
+    if not subject.attention_served:
+        return table
+    table["paged_attention"] = dict(subject.attention_served)
+    return table
+
+
+def _new_report(selection: Selection, choice: Choice) -> Report:
+    try:
+        version = metadata.version(selection.distribution)
+    except metadata.PackageNotFoundError:
+        version = "?"
+    return Report(
+        device=selection.spec.name,
+        distribution=selection.distribution,
+        version=version,
+        api=".".join(map(str, selection.spec.api_version)),
+        core=oarlock.__version__,
+        core_api=".".join(map(str, API_VERSION)),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        machine=platform.machine(),
+        levels=[LEVELS[n] for n in choice.levels],
+        mode="full" if choice.full else "quick",
+        filtered=bool(choice.ops or choice.pattern),
+    )
+
+
+def exit_code(results: Sequence[Result]) -> int:
+    """0 pass, 1 failures, 3 a problem of the contract (which makes other failures its consequences)."""
+    if any(r.is_bad and r.level == 0 for r in results):
+        return 3
+    return 1 if any(r.is_bad for r in results) else 0
