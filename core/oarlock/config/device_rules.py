@@ -29,6 +29,8 @@ def check_device(capabilities: Capabilities, config: EngineConfig, device: str) 
         raise UnsupportedByBackend(f"--dtype {config.model.dtype}: {device} computes in {_list(capabilities.dtypes)}")
     if cache.kv_cache_dtype not in ("auto", *capabilities.kv_dtypes):
         raise UnsupportedByBackend(f"--kv-cache-dtype {cache.kv_cache_dtype}: {device} keeps {_list(capabilities.kv_dtypes)}")
+    if config.device.enforce_eager and not capabilities.dynamic_shapes:
+        raise UnsupportedByBackend(f"--enforce-eager: {device} runs compiled programs of fixed shapes only; leave it out")
     if config.device.threads is not None and not capabilities.host_is_device:
         raise UnsupportedByBackend(f"--threads {config.device.threads}: {device} does not compute on the host's processor; leave it out")
     swap = capabilities.default_swap_bytes if cache.swap_space_bytes is None else cache.swap_space_bytes

@@ -28,6 +28,7 @@ from oarlock.runtime.layers.decoder import StepContext
 
 State = dict[str, Any]
 Inputs = dict[str, torch.Tensor]
+Result = tuple[State, dict[str, Any]]  # (written state, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,9 @@ class Key:
     copies: int = 0  # blocks of block_copy, gather_blocks, scatter_blocks
 
 
+Layout = Callable[[Key], dict[str, tuple[int, ...]]]
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
     """One program. `inputs(key)` gives the packed buffer's layout; names in `floats` are float32 bits."""
@@ -55,8 +59,8 @@ class ProgramSpec:
     axes: tuple[str, ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    inputs: Callable[[Key], dict[str, tuple[int, ...]]]
-    fn: Callable[[Key, Any, State, Inputs], tuple[State, dict[str, Any]]]
+    inputs: Layout
+    fn: Callable[[Key, Any, State, Inputs], Result]
     floats: frozenset[str] = frozenset()
 
     def key(self, **axes: int) -> Key:
@@ -96,89 +100,126 @@ _ROW_INTS = ("rows", "top_k", "seed", "choice", "position", "prompt_len", "total
 _ROW_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 
 
-def make_programs(model: Any, ops: Ops, null_row: int, num_groups: int, vocab_size: int) -> dict[str, ProgramSpec]:
-    """Every program of this model. `model` offers forward, head and the attention objects of its KV groups."""
-    mask_words = (vocab_size + 31) // 32
+class ModelPrograms:
+    """Every program of one model. `model` offers forward, head and the attention objects of its KV groups."""
 
-    def forward(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
-        ids = torch.where(i["source"] < null_row, state["last"][i["source"]], i["tokens"])
-        step = _step_context(model, key, weights, i, num_groups)
-        hidden, kv = model.forward(weights, ids, state["kv"], step)
+    def __init__(self, model: Any, ops: Ops, null_row: int) -> None:
+        self.model, self.ops, self.null_row = model, ops, null_row
+        self.num_groups = len(model.groups)
+
+    def specs(self) -> dict[str, ProgramSpec]:
+        """The programs by name."""
+        step_axes = ("tokens", "rows", "blocks", "max_q", "decode_rows")
+        floats = frozenset((*_ROW_FLOATS, "bias_values"))
+        picked: Layout = lambda k: {"index": (k.picks,), "targets": (k.picks,)}  # noqa: E731
+        copied: Layout = lambda k: {"source": (k.copies,), "destination": (k.copies,)}  # noqa: E731
+        ids: Layout = lambda k: {"ids": (k.copies,)}  # noqa: E731
+        history: Layout = lambda k: {"rows": (k.rows,), "tokens": (k.rows, k.history)}  # noqa: E731
+        specs = (
+            ProgramSpec("forward", step_axes, ("last",), ("kv",), self._forward_inputs, self.forward),
+            ProgramSpec("select", ("tokens", "picks"), (), (), lambda k: {"index": (k.picks,)}, self.select),
+            ProgramSpec("head", ("rows",), (), (), lambda k: {}, self.head),
+            ProgramSpec("greedy", ("rows",), (), ("last",), lambda k: {"rows": (k.rows,)}, self.greedy),
+            # `history` is read and written only when the key has a history axis.
+            ProgramSpec("sample", ("rows", "bias", "mask", "history"), (), ("last", "history"), self._sample_inputs, self.sample, floats),
+            ProgramSpec("logprobs", ("rows", "picks", "top"), (), (), picked, self.logprobs),
+            ProgramSpec("load_history", ("rows", "history"), (), ("history",), history, self.load_history),
+            ProgramSpec("block_copy", ("copies",), (), ("kv",), copied, self.block_copy),
+            ProgramSpec("gather_blocks", ("copies",), ("kv",), (), ids, self.gather_blocks),
+            ProgramSpec("scatter_blocks", ("copies",), (), ("kv",), ids, self.scatter_blocks),
+        )
+        return {spec.name: spec for spec in specs}
+
+    # ------------------------------------------------------------ layouts of the packed inputs
+    def _forward_inputs(self, k: Key) -> dict[str, tuple[int, ...]]:
+        return {
+            "tokens": (k.tokens,),
+            "source": (k.tokens,),
+            "positions": (k.tokens,),
+            "slots": (self.num_groups, k.tokens),
+            "block_tables": (self.num_groups, k.rows, k.blocks),
+            "seq_lens": (k.rows,),
+            "query_start_loc": (k.rows + 1,),
+        }
+
+    def _sample_inputs(self, k: Key) -> dict[str, tuple[int, ...]]:
+        layout: dict[str, tuple[int, ...]] = {name: (k.rows,) for name in _ROW_INTS + _ROW_FLOATS}
+        if k.bias:
+            layout |= {"bias_ids": (k.rows, k.bias), "bias_values": (k.rows, k.bias)}
+        if k.mask:
+            layout["mask"] = (k.rows, (self.model.vocab_size + 31) // 32)
+        return layout
+
+    # ------------------------------------------------------------ hidden states and logits
+    def forward(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
+        """Tokens to hidden states; writes KV. A token whose source is a row comes from that row's device-resident last token."""
+        ids = torch.where(i["source"] < self.null_row, state["last"][i["source"]], i["tokens"])
+        step = _step_context(self.model, key, weights, i, self.num_groups)
+        hidden, kv = self.model.forward(weights, ids, state["kv"], step)
         if key.rows == key.decode_rows:
             return {"kv": kv}, {"hidden": hidden, "all": hidden}  # token i is row i
         last_token = (i["query_start_loc"][1:] - 1).clamp(min=0)
         return {"kv": kv}, {"hidden": hidden[last_token], "all": hidden}
 
-    def head(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
-        return {}, {"logits": model.head(weights, i["hidden"])}
-
-    def select(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
+    def select(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
+        """Hidden states of chosen tokens."""
         return {}, {"hidden": i["all"][i["index"]]}
 
-    def greedy(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
-        tokens = model.comm.broadcast(ops.greedy(i["logits"]))  # one rank samples
-        return {"last": ops.index_update(state["last"], (i["rows"],), tokens.clamp(min=0))}, {"tokens": tokens}
+    def head(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
+        """Hidden states to logits."""
+        return {}, {"logits": self.model.head(weights, i["hidden"])}
 
-    def sample(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
-        logits = i["logits"]
-        written: State = {}
+    # ------------------------------------------------------------ tokens
+    def greedy(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
+        """The best token of each row."""
+        tokens = self.model.comm.broadcast(self.ops.greedy(i["logits"]))  # one rank samples
+        return {"last": self.ops.index_update(state["last"], (i["rows"],), tokens.clamp(min=0))}, {"tokens": tokens}
+
+    def sample(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
+        """Penalties, bias, mask, then a draw; which of the first three, the key says."""
+        ops, logits = self.ops, i["logits"]
         if key.history:
             history = state["history"][i["rows"], : key.history]
-            logits = ops.apply_penalties(
-                logits, history, i["prompt_len"], i["total_len"], i["presence"], i["frequency"], i["repetition"]
-            )
+            penalties = (i["presence"], i["frequency"], i["repetition"])
+            logits = ops.apply_penalties(logits, history, i["prompt_len"], i["total_len"], *penalties)
         if key.bias:
             logits = ops.apply_bias(logits, i["bias_ids"], i["bias_values"])
         if key.mask:
             logits = ops.apply_mask(logits, i["mask"])
         tokens = ops.sample(logits, i["temperature"], i["top_p"], i["top_k"], i["min_p"], i["seed"], i["choice"], i["position"])
-        tokens = model.comm.broadcast(tokens)
+        tokens = self.model.comm.broadcast(tokens)
         kept = tokens.clamp(min=0)
-        written["last"] = ops.index_update(state["last"], (i["rows"],), kept)
+        written: State = {"last": ops.index_update(state["last"], (i["rows"],), kept)}
         if key.history:
             at = i["total_len"].clamp(max=state["history"].shape[1] - 1)
             written["history"] = ops.index_update(state["history"], (i["rows"], at), kept)
         return written, {"tokens": tokens}
 
-    def logprobs(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
+    def logprobs(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
+        """Raw log-probabilities of chosen rows: of a given token, or of the one just sampled where none is given."""
         targets = torch.where(i["targets"] >= 0, i["targets"], i["sampled"][i["index"]]).clamp(min=0)
         names = ("logprob", "rank", "top_ids", "top_logprobs")
-        return {}, dict(zip(names, ops.logprobs(i["logits"][i["index"]], targets, key.top), strict=True))
+        return {}, dict(zip(names, self.ops.logprobs(i["logits"][i["index"]], targets, key.top), strict=True))
 
-    def load_history(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
-        return {"history": ops.index_update(state["history"], (i["rows"],), i["tokens"])}, {}
+    def load_history(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
+        """A row's known tokens, for penalties."""
+        return {"history": self.ops.index_update(state["history"], (i["rows"],), i["tokens"])}, {}
 
-    def forward_inputs(k: Key) -> dict[str, tuple[int, ...]]:
-        return {
-            "tokens": (k.tokens,),
-            "source": (k.tokens,),
-            "positions": (k.tokens,),
-            "slots": (num_groups, k.tokens),
-            "block_tables": (num_groups, k.rows, k.blocks),
-            "seq_lens": (k.rows,),
-            "query_start_loc": (k.rows + 1,),
-        }
+    # ------------------------------------------------------------ whole blocks: inside the device, to and from the host tier
+    def block_copy(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
+        """Copy-on-write."""
+        copy = self.model.attentions[0].copy_blocks
+        return {"kv": [copy(cache, i["source"], i["destination"]) for cache in state["kv"]]}, {}
 
-    def sample_inputs(k: Key) -> dict[str, tuple[int, ...]]:
-        layout: dict[str, tuple[int, ...]] = {name: (k.rows,) for name in _ROW_INTS + _ROW_FLOATS}
-        if k.bias:
-            layout |= {"bias_ids": (k.rows, k.bias), "bias_values": (k.rows, k.bias)}
-        if k.mask:
-            layout["mask"] = (k.rows, mask_words)
-        return layout
+    def gather_blocks(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
+        """Blocks to be read by the host."""
+        return {}, {"blocks": [[t.index_select(0, i["ids"]) for t in cache] for cache in state["kv"]]}
 
-    step_axes = ("tokens", "rows", "blocks", "max_q", "decode_rows")
-    specs = (
-        ProgramSpec("forward", step_axes, ("last",), ("kv",), forward_inputs, forward),
-        ProgramSpec("select", ("tokens", "picks"), (), (), lambda k: {"index": (k.picks,)}, select),
-        ProgramSpec("head", ("rows",), (), (), lambda k: {}, head),
-        ProgramSpec("greedy", ("rows",), (), ("last",), lambda k: {"rows": (k.rows,)}, greedy),
-        # `history` is written as well as read only when penalties are asked for; see `writes_of`.
-        ProgramSpec("sample", ("rows", "bias", "mask", "history"), (), ("last", "history"), sample_inputs, sample, frozenset((*_ROW_FLOATS, "bias_values"))),
-        ProgramSpec("logprobs", ("rows", "picks", "top"), (), (), lambda k: {"index": (k.picks,), "targets": (k.picks,)}, logprobs),
-        ProgramSpec("load_history", ("rows", "history"), (), ("history",), lambda k: {"rows": (k.rows,), "tokens": (k.rows, k.history)}, load_history),
-    )
-    return {spec.name: spec for spec in (*specs, *_block_programs(model))}
+    def scatter_blocks(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
+        """Blocks that came from the host."""
+        blocks: Any = i["blocks"]
+        pairs = zip(state["kv"], blocks, strict=True)
+        return {"kv": [tuple(t.index_copy(0, i["ids"].long(), new) for t, new in zip(cache, news, strict=True)) for cache, news in pairs]}, {}
 
 
 def _step_context(model: Any, key: Key, weights: Any, i: Inputs, num_groups: int) -> StepContext:
@@ -195,29 +236,3 @@ def _step_context(model: Any, key: Key, weights: Any, i: Inputs, num_groups: int
         regions.append(found)
     valid = i["slots"][0] >= model.block_size  # padding writes to the null block
     return StepContext(i["positions"], list(i["slots"].unbind(0)), regions, valid, weights["rope"])
-
-
-def _block_programs(model: Any) -> tuple[ProgramSpec, ...]:
-    """Whole-block moves: inside the device, and to and from the host tier."""
-    attention = model.attentions[0]
-
-    def block_copy(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
-        return {"kv": [attention.copy_blocks(cache, i["source"], i["destination"]) for cache in state["kv"]]}, {}
-
-    def gather_blocks(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
-        return {}, {"blocks": [[t.index_select(0, i["ids"]) for t in cache] for cache in state["kv"]]}
-
-    def scatter_blocks(key: Key, weights: Any, state: State, i: Inputs) -> tuple[State, dict[str, Any]]:
-        blocks: Any = i["blocks"]
-        return {
-            "kv": [
-                tuple(t.index_copy(0, i["ids"].long(), new) for t, new in zip(cache, news, strict=True))
-                for cache, news in zip(state["kv"], blocks, strict=True)
-            ]
-        }, {}
-
-    return (
-        ProgramSpec("block_copy", ("copies",), (), ("kv",), lambda k: {"source": (k.copies,), "destination": (k.copies,)}, block_copy),
-        ProgramSpec("gather_blocks", ("copies",), ("kv",), (), lambda k: {"ids": (k.copies,)}, gather_blocks),
-        ProgramSpec("scatter_blocks", ("copies",), (), ("kv",), lambda k: {"ids": (k.copies,)}, scatter_blocks),
-    )

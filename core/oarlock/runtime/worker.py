@@ -25,6 +25,7 @@ from oarlock.backend_api.runtime import (
     Ops,
 )
 from oarlock.backend_api.runtime.ops import resolve
+from oarlock.config.device_rules import check_device, notes_for
 from oarlock.config.resolve import token_budget
 from oarlock.config.sections import EngineConfig
 from oarlock.errors import ConfigError, PluginError, UnsupportedByBackend
@@ -120,19 +121,22 @@ class Worker:
         self.plugins = worker_plugins(self.device_name)
         self.dtype_name = choose_dtype(self.config.model.dtype, self.summary.dtype, self.device)
         self.dtype = getattr(torch, self.dtype_name)
-        asked = self.config.cache.block_size
-        if asked is not None and asked not in caps.block_sizes:
-            raise UnsupportedByBackend(f"--block-size {asked}: {self.device.describe()} takes {', '.join(map(str, sorted(caps.block_sizes)))}")
-        self.block_size = asked or caps.block_sizes[0]
-        self.comm = self._communicator()
-        self.graph: GraphRunner = choose_graph_runner(collect(self.plugins, "graph_runner", device=self.device), self.device)
+        check_device(caps, self.config, self.device.describe())
+        self.block_size = self.config.cache.block_size or caps.block_sizes[0]
+        communicators = collect(self.plugins, "communicator", device=self.device)
+        if self.rank == 0:
+            for note in notes_for(caps, self.config, custom_all_reduce=bool(communicators)):
+                log.warning("%s", note)
+        self.comm = self._communicator([] if self.config.device.disable_custom_all_reduce else communicators)
+        eager = self.config.device.enforce_eager
+        self.graph: GraphRunner = choose_graph_runner([] if eager else collect(self.plugins, "graph_runner", device=self.device), self.device)
         self.ops: Ops = choose_ops(collect(self.plugins, "kernels", device=self.device), self.device, self.dtype_name)
         self.attention_name, self.attention_rejected = "reference", ""
 
-    def _communicator(self) -> Communicator:
+    def _communicator(self, offered: list[Any]) -> Communicator:
         if self.size == 1:
             return IdentityCommunicator(0, 1)
-        spec = best(collect(self.plugins, "communicator", device=self.device), "communicator", device=self.device).spec
+        spec = best(offered, "communicator", device=self.device).spec
         if spec is not None:
             return resolve(spec.factory)(self.rank, self.size)
         names = self.device.capabilities.collectives
@@ -196,7 +200,7 @@ class Worker:
             bytes_per_block=per_tensor * tensors,
             block_size=self.block_size,
             available_bytes=free // (self.size if caps.host_is_device else 1),
-            total_bytes=total,
+            total_bytes=total // (self.size if caps.host_is_device else 1),
             host_is_device=caps.host_is_device,
             groups=self.model.groups,
         )
