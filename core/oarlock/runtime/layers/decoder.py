@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from oarlock.backend_api.runtime import Attention, AttentionParams, Communicator, Op, Ops, register_op
-from oarlock.runtime.layers.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from oarlock.runtime.layers.spec import LayerSpec, MlpSpec, NormSpec
 
 Tree = dict[str, Any]
 Cache = tuple[torch.Tensor, ...]
@@ -76,20 +76,14 @@ def add_norm(ops: Ops, norm: NormSpec, x: torch.Tensor, residual: torch.Tensor |
     return apply_norm(ops, norm, total, w), total
 
 
-def _qk_norm(ops: Ops, spec: AttentionSpec, eps: float, x: torch.Tensor, w: Tree) -> torch.Tensor:
-    if spec.qk_norm == "head":
-        return ops.rms_norm(x, w["weight"], eps)
-    return ops.rms_norm(x.reshape(x.shape[0], -1), w["weight"], eps).view(x.shape)
-
-
 def self_attention(ops: Ops, plan: LayerPlan, w: Tree, h: torch.Tensor, cache: Cache, step: StepContext) -> tuple[torch.Tensor, Cache]:
     """Project, rotate, write KV, attend region by region, project back."""
     spec, p = plan.spec.attention, plan.params
     num_tokens, heads, kv_heads = h.shape[0], p.num_heads, p.num_kv_heads
     qkv = apply_linear(ops, h, w["qkv"]).view(num_tokens, heads + 2 * kv_heads, p.head_dim)
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-    if spec.qk_norm != "none":
-        q, k = _qk_norm(ops, spec, plan.spec.norm.eps, q, w["q_norm"]), _qk_norm(ops, spec, plan.spec.norm.eps, k, w["k_norm"])
+    if spec.qk_norm:
+        q, k = (ops.rms_norm(x, w[name]["weight"], plan.spec.norm.eps) for x, name in ((q, "q_norm"), (k, "k_norm")))
         if spec.rope is not None:
             table = step.rope[spec.rope]
             q, k = ops.rotary(q, step.positions, table, spec.rope_interleaved), ops.rotary(k, step.positions, table, spec.rope_interleaved)
@@ -136,15 +130,11 @@ def make_decoder_layer(ops: Ops, plan: LayerPlan) -> Layer:
         return x, residual, cache
 
     def post(w: Tree, x: torch.Tensor, residual: torch.Tensor | None, cache: Cache, step: StepContext) -> tuple[Any, Any, Cache]:
-        x = x if residual is None else x + residual
         h, cache = self_attention(ops, plan, w, x, cache, step)
-        if spec.placement == "post":
-            x = apply_norm(ops, norm, x + h, w["attention_norm"])
-            return apply_norm(ops, norm, x + feed_forward(ops, plan, w, x, step), w["mlp_norm"]), None, cache
-        x = x + apply_norm(ops, norm, h, w["attention_post_norm"])
-        return apply_norm(ops, norm, feed_forward(ops, plan, w, x, step), w["mlp_post_norm"]), x, cache
+        x = apply_norm(ops, norm, x + h, w["attention_norm"])
+        return apply_norm(ops, norm, x + feed_forward(ops, plan, w, x, step), w["mlp_norm"]), None, cache
 
-    return pre if spec.placement in ("pre", "sandwich") else post
+    return post if spec.placement == "post" else pre
 
 
 DECODER_LAYER = register_op(Op(name="decoder_layer", reference=make_decoder_layer, mutates=("cache",)))

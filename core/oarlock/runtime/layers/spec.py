@@ -19,7 +19,7 @@ class NormSpec:
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
-    unit_offset: bool = False  # the checkpoint stores weight - 1 (Gemma); folded in at load
+    unit_offset: bool = False  # the checkpoint stores weight - 1 (Gemma); added at load, and kept in float32 as the sum needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class AttentionSpec:
     rope_interleaved: bool = False
     window: int | None = None
     softcap: float | None = None
-    qk_norm: Literal["none", "head", "full"] = "none"  # rms norm over each head, or over all heads together
+    qk_norm: bool = False  # rms norm over each head, before the rotary embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,12 @@ class LayerSpec:
     """One decoder layer.
 
     placement "pre": x + f(norm(x)). "sandwich": x + norm(f(norm(x))), as Gemma 2 and 3. "post": norm(x + f(x)), as OPT 350m.
-    "post_inner": x + norm(f(x)), as OLMo 2.
     """
 
     attention: AttentionSpec
     mlp: MlpSpec
     norm: NormSpec
-    placement: Literal["pre", "sandwich", "post", "post_inner"] = "pre"
+    placement: Literal["pre", "sandwich", "post"] = "pre"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,6 @@ class ModelSpec:
     final_norm: bool = True
     tie_embeddings: bool = False
     logit_softcap: float | None = None
-    logit_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +104,7 @@ class WeightSpec:
     unit_offset: bool = False  # add one
     split: tuple[tuple[int, int], ...] = ()  # for a fused source: (rows, heads) per part, each sharded on its own
     heads: tuple[int, ...] = ()  # per source: head count, so that few KV heads are replicated over many ranks; 0: plain split
-    stack: bool = False  # sources become a new leading dimension (experts), in order
+    stack: bool = False  # sources become a new leading dimension (experts), in order; each is sharded as if it stood alone
     stack_parts: int = 1  # with stack: this many consecutive sources are concatenated for each entry
     optional: bool = False  # absent from the checkpoint: absent from the tree
     kind: Literal["linear", "embedding", "norm", "other"] = "other"  # linears may be packed by the device

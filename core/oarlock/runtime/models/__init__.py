@@ -21,8 +21,18 @@ from oarlock.runtime.layers.spec import WeightSpec
 from oarlock.runtime.models.base import MakeAttention, NativeModel
 
 FAMILIES = {
+    "GPT2LMHeadModel": "gpt2",
+    "Gemma2ForCausalLM": "gemma",
+    "Gemma3ForCausalLM": "gemma",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "moe",
+    "OPTForCausalLM": "opt",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "llama",
+    "Qwen3ForCausalLM": "llama",
+    "Qwen3MoeForCausalLM": "moe",
+    "SmolLM3ForCausalLM": "llama",
 }
 
 

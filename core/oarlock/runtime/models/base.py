@@ -60,6 +60,8 @@ class NativeModel:
     def __init__(self, spec: ModelSpec, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype) -> None:
         self.spec, self.ops, self.comm, self.block_size, self.dtype = spec, ops, comm, block_size, dtype
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
+        # Rounded to the model's dtype first, as families that scale their embedding do.
+        self.embed_scale = None if spec.embed_scale is None else float(torch.tensor(spec.embed_scale, dtype=dtype))
         self.kv_specs = tuple(_kv_spec(layer.attention, comm.size) for layer in spec.layers)
         self.groups = make_groups(self.kv_specs)
         self.attentions: list[Attention] = []
@@ -85,7 +87,7 @@ class NativeModel:
         spec = self.spec
         x = self.ops.embedding(ids, weights["embed"]["weight"])
         if spec.embed_scale is not None:
-            x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
+            x = x * self.embed_scale
         if "project_in" in weights:
             x = self.ops.linear(x, weights["project_in"]["weight"], None)
         if spec.learned_positions:
@@ -101,8 +103,6 @@ class NativeModel:
         if self.comm.size > 1 and logits.shape[-1] != spec.vocab_size:
             logits = self.comm.all_gather(logits)
         logits = logits.float()
-        if spec.logit_scale is not None:
-            logits = logits * spec.logit_scale
         if spec.logit_softcap is not None:
             logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
         return logits
