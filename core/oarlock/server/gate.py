@@ -81,6 +81,7 @@ class Gate:
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], state: ServerState) -> None:
         self._app, self._state = app, state
         self._keys = Keys(state.api_keys)
+        self._root = (state.server.root_path or "").rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -89,6 +90,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._root:
+            scope["root_path"] = self._root  # the router takes it off paths that have it, so a proxy may strip it or not
         request_id = _request_id(header(scope, b"x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
         started = False

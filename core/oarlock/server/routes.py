@@ -45,10 +45,7 @@ def reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -
 
 def make_app(state: ServerState) -> FastAPI:
     """The ASGI application. Raises ConfigError for a middleware that cannot be imported."""
-    app = FastAPI(
-        title="Oarlock", version=oarlock.__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
-        root_path=(state.server.root_path or "").rstrip("/"),
-    )  # fmt: skip
+    app = FastAPI(title="Oarlock", version=oarlock.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.oarlock = state
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
     _add(app, state, "POST", "/v1/completions", create_completion, COMPLETIONS)
