@@ -3,7 +3,8 @@
 import inspect
 import math
 
-import oarlock.runtime.reference  # noqa: F401  registers the ops
+import oarlock.runtime.layers.decoder
+import oarlock.runtime.reference  # noqa: F401  both register ops
 import pytest
 import torch
 from oarlock.backend_api.runtime import bind_ops, registry
@@ -28,10 +29,16 @@ def case_name(case: dict) -> str:
     return ",".join(f"{k}={v}" for k, v in case.items())
 
 
-EVERY_CASE = [(name, case) for name, op in sorted(registry().items()) for case in op.cases]
+OF_LEVEL_OPS = sorted(name for name, op in registry().items() if op.tested_in == "ops")
+EVERY_CASE = [(name, case) for name in OF_LEVEL_OPS for case in registry()[name].cases]
 
 
-@pytest.mark.parametrize("name", sorted(registry()))
+def test_only_coarse_ops_are_left_to_the_runner_level():
+    assert {op.name for op in registry().values() if op.tested_in != "ops"} == {"decoder_layer"}
+    assert {op.tested_in for op in registry().values()} == {"ops", "runner"}
+
+
+@pytest.mark.parametrize("name", OF_LEVEL_OPS)
 def test_every_op_can_be_tested(name):
     op = registry()[name]
     assert op.generate is not None, f"op {name} has no input generator"

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     apply_environment(selection.spec)
     # The oracle computes on the host between the device's steps; spinning threads would take the cores from the device.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    kit: Any = importlib.import_module("oarlock.conformance.runner")
+    kit: Any = importlib.import_module("oarlock.conformance.kit")
     levels = kit.parse_levels(arguments.level) if arguments.level else kit.Choice().levels
     ops = tuple(name.strip() for name in arguments.ops.split(",")) if arguments.ops else ()
     choice = kit.Choice(levels, ops, arguments.k, arguments.full)

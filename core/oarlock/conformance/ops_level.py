@@ -28,6 +28,8 @@ REPEATS = 3  # draws of each case under --full
 def cases() -> Iterator[Case]:
     """A coverage case for each op, then one for each op, dtype and size."""
     for name, op in sorted(registry().items()):
+        if op.tested_in != "ops":
+            continue
         yield Case(f"{name}[coverage]", LEVEL, partial(_covered, op), op=name)
         if op.generate is None:
             continue

@@ -27,6 +27,7 @@ class Op:
     cases: tuple[dict[str, Any], ...] = ()  # shapes: aligned, odd, one, zero, large
     tolerance: dict[str, float] = field(default_factory=dict)  # dtype name -> NMSE limit against float64
     cost: Callable[..., tuple[int, int]] | None = None  # cost(*args) -> (FLOP, bytes)
+    tested_in: str = "ops"  # the conformance level that covers it: "ops" (needs generate, cases, tolerance, cost) or "runner" (coarse ops)
 
 
 _REGISTRY: dict[str, Op] = {}

@@ -137,4 +137,4 @@ def make_decoder_layer(ops: Ops, plan: LayerPlan) -> Layer:
     return post if spec.placement == "post" else pre
 
 
-DECODER_LAYER = register_op(Op(name="decoder_layer", reference=make_decoder_layer, mutates=("cache",)))
+DECODER_LAYER = register_op(Op(name="decoder_layer", reference=make_decoder_layer, mutates=("cache",), tested_in="runner"))

@@ -37,9 +37,9 @@ _FILLS = tuple({"tokens": 5, "hidden": 96, "fill": fill} for fill in ("outliers"
 _GATED_FILLS = tuple({"tokens": 5, "size": 96, "fill": fill} for fill in ("outliers", "equal"))
 
 _EMBEDDING = tuple({**case, "vocab": vocab} for case, vocab in zip(_token_cases("hidden"), (32, 17, 1, 32, 1000), strict=True))
-_NORM = (*_token_cases("hidden"), *_FILLS)
+_NORM = (*_token_cases("hidden"), *_FILLS, {"tokens": 5, "hidden": 96, "weight": "float32"})
 _HEAD_NORM = ({"tokens": 6, "heads": 4, "hidden": 64}, {"tokens": 1, "heads": 3, "hidden": 80})
-_LAYER_NORM = (*_NORM[:-1], {"tokens": 7, "hidden": 33, "bias": False})  # a denormal row has no variance worth the name
+_LAYER_NORM = (*_token_cases("hidden"), *_FILLS[:-1], {"tokens": 7, "hidden": 33, "bias": False})  # a denormal row has no variance worth the name
 _ROTARY = (
     {"tokens": 16, "heads": 8, "head_dim": 64},
     {"tokens": 7, "heads": 3, "head_dim": 80},

@@ -61,7 +61,9 @@ def embedding(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
 
 def rms_norm(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
     x = values((case["tokens"], case["hidden"]), dtype, g, case.get("fill", "normal"))
-    return (x, values((case["hidden"],), dtype, g), case.get("eps", 1e-5)), {}
+    # Families that store weight - 1 keep the sum in float32 whatever the model's dtype.
+    weight = values((case["hidden"],), torch.float32 if case.get("weight") == "float32" else dtype, g)
+    return (x, weight, case.get("eps", 1e-5)), {}
 
 
 def head_norm(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
