@@ -58,6 +58,43 @@ def expected_tokens(request: EngineRequest, index: int, vocab: int, max_model_le
     return out, "length"
 
 
+def expected_beams(request: EngineRequest, vocab: int, max_model_len: int) -> list[tuple[tuple[int, ...], str, float]]:
+    """The n best (tokens, finish reason, cumulative logprob) by a plain search over whole sequences of toy log-probabilities."""
+    p, prompt = request.params, list(request.prompt_token_ids)
+    width, limit = p.num_branches, min(p.max_tokens, max_model_len - len(prompt))
+    ending = set(p.stop_token_ids) | (set() if p.ignore_eos else set(request.eos_token_ids))
+
+    def score(total: float, length: int) -> float:
+        return total / length**p.length_penalty
+
+    live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    done: list[tuple[tuple[int, ...], str, float]] = []
+    for length in range(1, limit + 1):
+        pairs = []
+        for parent, (tokens, total) in enumerate(live):
+            values = toy_logprobs(prompt + list(tokens), vocab)
+            allowed = [v for v in range(vocab) if length > p.min_tokens or v not in ending]
+            pairs += [(-(total + values[v]), parent, v) for v in allowed]
+        grown = []
+        for negative, parent, token in sorted(pairs)[: 2 * width]:
+            tokens = (*live[parent][0], token)
+            if token in ending:
+                done.append((tokens, "stop", -negative))
+            elif len(grown) < width:
+                grown.append((tokens, -negative))
+        if length == limit:
+            done += [(tokens, "length", total) for tokens, total in grown]
+        live = grown
+        done = sorted(done, key=lambda h: (-score(h[2], len(h[0])), h[0]))[:width]
+        if not live:
+            break
+        if len(done) == width:
+            reach = limit if p.early_stopping == "never" and p.length_penalty > 0 else length
+            if p.early_stopping is True or score(done[-1][2], len(done[-1][0])) >= score(live[0][1], reach):
+                break
+    return done[: p.n]
+
+
 @dataclass
 class _Known:
     """A branch as the worker knows it."""
@@ -122,7 +159,7 @@ class KVCheckingWorker:
         if params.logprobs is not None or params.use_beam_search or params.num_branches > params.n:
             values = toy_logprobs(known.tokens, self.vocab)
             order = sorted(range(self.vocab), key=lambda v: (-values[v], v))
-            count = max(params.logprobs or 0, 2 * params.num_branches if params.use_beam_search else 0)
+            count = max(params.logprobs or 0, 2 * params.num_branches + len(banned) if params.use_beam_search else 0)
             top = tuple((v, values[v]) for v in order[:count])
             logprobs[branch_id] = (PositionLogprobs(token, values[token], order.index(token) + 1, top),)
         if not params.use_beam_search:

@@ -121,8 +121,8 @@ class KVCacheManager:
         return total
 
     def max_tokens(self, lookahead: int = 0) -> int:
-        """Longest sequence, prompt and output, that one branch can ever hold. O(log blocks)."""
-        low, high = 0, self.num_blocks * self.block_size
+        """Longest sequence whose KV one branch can ever hold. O(log blocks)."""
+        low, high = 0, (self.num_blocks + 1) * self.block_size
         if self.blocks_at_once(high, 1 + lookahead) <= self.num_blocks:
             return 2**31 - 1  # window groups only
         while low < high:
