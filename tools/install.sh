@@ -17,7 +17,8 @@ fail() { echo "install: $*" >&2; exit 1; }
 # The cpu backend compiles its sources, so they count too.
 mapfile -t sources < <(find backends/cpu -name build -prune -o \( -name 'setup.py' -o -name '*.cpp' -o -name '*.h' \) -print | sort)
 run_inputs=(pyproject.toml backends/cpu/pyproject.toml tools/install.sh "${sources[@]}")
-key_of() { { echo "$torch"; sha256sum "$@"; } | sha256sum | cut -d' ' -f1; }
+compiler=$(command -v "${CXX:-c++}" || command -v g++ || echo none)
+key_of() { { echo "$torch $compiler"; sha256sum "$@"; } | sha256sum | cut -d' ' -f1; }
 run_key=$(key_of "${run_inputs[@]}")
 test_key=$(key_of "${run_inputs[@]}" plugins/*/pyproject.toml)
 is_stamped() { [ -f "$venv/.installed-$1" ] && [ "$(cat "$venv/.installed-$1")" = "$2" ]; }
@@ -58,6 +59,7 @@ if [ "$what" = test ]; then
   done
 fi
 echo "installing oarlock"
+[ "$compiler" != none ] || echo "no C++ compiler: the cpu device computes with plain torch, several times slower; install g++ and run make install again"
 "${pip[@]}" --no-build-isolation "${packages[@]}"
 # What tests need includes all that serving needs.
 echo "$run_key" >"$venv/.installed-run"
