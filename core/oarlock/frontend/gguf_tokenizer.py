@@ -112,8 +112,7 @@ def _byte_level(header: GGUFHeader, tokens: list[str], types: list[int]) -> Toke
 
 def _sentencepiece(header: GGUFHeader, tokens: list[str]) -> Tokenizer:
     meta = header.metadata
-    architecture = meta.get("general.architecture", "")
-    gemma = architecture.startswith("gemma")
+    gemma = meta.get("general.architecture", "").startswith("gemma")
     if gemma:
         # Runs of spaces are stored as spaces; the text that is looked up has them replaced.
         tokens = [_METASPACE * len(token) if " " in token and not token.strip(" ") else token for token in tokens]
@@ -128,12 +127,9 @@ def _sentencepiece(header: GGUFHeader, tokens: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=_merges(order, vocab), unk_token=unknown_token, fuse_unk=True, byte_fallback=True))
     tail: list[Any] = [decoders.Replace(_METASPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", not gemma))
-    if gemma or architecture == "phi3":
-        steps = [normalizers.Prepend(_METASPACE)] if prefix else []
-        tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _METASPACE)])
-    else:
-        scheme = "first" if prefix else "never"
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_METASPACE, prepend_scheme=scheme, split=False)
+    # As sentencepiece does, a space is put before every text, also one that starts with a space.
+    steps: list[Any] = [normalizers.Prepend(_METASPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _METASPACE)])
     tokenizer.decoder = decoders.Sequence([*tail, decoders.Strip(" ", 1, 0)] if prefix else tail)
     return tokenizer
 
