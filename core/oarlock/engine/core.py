@@ -150,14 +150,17 @@ class EngineCore:
 
 
 def _longest_request(ready: WorkerReady, usable: int) -> int:
-    """Tokens (prompt and output together) that one request can hold with every block to itself, at most the context length."""
+    """Tokens (prompt and output together) of the longest request that every block to itself can serve, at most the context length.
+
+    One more than there are slots: the last sampled token's KV is never needed.
+    """
     full = sum(1 for g in ready.kv_groups if g.window is None)
     windows = sum(-(-g.window // ready.block_size) + 1 for g in ready.kv_groups if g.window is not None)
     if not ready.kv_groups:
         return ready.max_model_len
     if full == 0:
-        return ready.max_model_len if usable >= windows else usable // len(ready.kv_groups) * ready.block_size
+        return ready.max_model_len if usable >= windows else usable // len(ready.kv_groups) * ready.block_size + 1
     # Below its window a window group holds as many blocks as a full one.
     everywhere = usable // len(ready.kv_groups)
     beyond = (usable - windows) // full if usable > windows else 0
-    return min(max(everywhere, beyond) * ready.block_size, ready.max_model_len)
+    return min(max(everywhere, beyond) * ready.block_size + 1, ready.max_model_len)

@@ -29,7 +29,7 @@ from oarlock.config.device_rules import check_device, notes_for
 from oarlock.config.resolve import token_budget
 from oarlock.config.sections import EngineConfig
 from oarlock.errors import ConfigError, PluginError, UnsupportedByBackend
-from oarlock.memory_plan import MemoryNeeds, MemoryPlan, plan_memory
+from oarlock.memory_plan import MemoryNeeds, MemoryPlan, activation_bytes, plan_memory
 from oarlock.messages import SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
 from oarlock.plugins import collect, worker_plugins
@@ -195,7 +195,7 @@ class Worker:
         tensors = max(len(g.layers) for g in self.model.groups)
         needs = MemoryNeeds(
             weights_bytes=self.weight_bytes,
-            activation_bytes=self._activation_bytes(budget, item),
+            activation_bytes=activation_bytes(self.summary, budget, s.max_num_seqs, item),
             program_bytes=0,
             bytes_per_block=per_tensor * tensors,
             block_size=self.block_size,
@@ -216,13 +216,6 @@ class Worker:
             utilization=cache.device_memory_utilization,
             swap_bytes=swap,
         )
-
-    def _activation_bytes(self, budget: int, item: int) -> int:
-        """An upper estimate of a step's temporaries: the widest layer's inputs and outputs, and the sampler's float32 rows."""
-        s = self.summary
-        width = 4 * s.hidden_size + max(3 * s.intermediate_size, 2 * (s.num_heads + 2 * s.num_kv_heads) * s.head_dim)
-        rows = min(self.config.scheduler.max_num_seqs, budget)
-        return budget * width * item + min(rows, 64) * s.vocab_size * 4 * 8
 
     def start(self, num_blocks: int, num_host_blocks: int, max_model_len: int) -> tuple[float, int]:
         """Allocate the KV cache with the agreed sizes and warm up. Returns (seconds, programs)."""
