@@ -15,7 +15,7 @@ case $what in run | test) ;; *) echo "usage: tools/install.sh run|test" >&2; exi
 fail() { echo "install: $*" >&2; exit 1; }
 
 # The cpu backend compiles its sources, so they count too.
-mapfile -t sources < <(find backends/cpu -name build -prune -o \( -name 'setup.py' -o -name '*.cpp' -o -name '*.h' \) -print | sort)
+mapfile -t sources < <(find backends/cpu/setup.py backends/cpu/csrc -type f 2>/dev/null | sort)
 run_inputs=(pyproject.toml backends/cpu/pyproject.toml tools/install.sh "${sources[@]}")
 compiler=$(command -v "${CXX:-c++}" || command -v g++ || echo none)
 key_of() { { echo "$torch $compiler"; sha256sum "$@"; } | sha256sum | cut -d' ' -f1; }
