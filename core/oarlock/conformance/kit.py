@@ -20,14 +20,14 @@ import torch
 
 import oarlock
 from oarlock.backend_api import API_VERSION
-from oarlock.conformance import LEVELS, attention_level, contract_level, device_level, ops_level
+from oarlock.conformance import LEVELS, attention_level, contract_level, device_level, ops_level, runner_level
 from oarlock.conformance.cases import Case, Result, run_case
 from oarlock.conformance.report import Report
 from oarlock.conformance.subject import Subject
 from oarlock.device_choice import Selection
 from oarlock.errors import ConfigError
 
-_SOURCES: tuple[Callable[[], Iterator[Case]], ...] = (contract_level.cases, device_level.cases, ops_level.cases, attention_level.cases)
+_SOURCES: tuple[Callable[[], Iterator[Case]], ...] = (contract_level.cases, device_level.cases, ops_level.cases, attention_level.cases, runner_level.cases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +96,25 @@ def run(selection: Selection, choice: Choice, on_result: Callable[[Result], None
         report.results.append(failed)
         on_result(failed)
         return report
-    used = set()
-    for case in chosen:
-        pattern = next((p for p, _ in subject.profile.expected_failures if fnmatch.fnmatchcase(case.id, _literal(p))), None)
-        used.add(pattern)
-        result = run_case(case, subject, dict(subject.profile.expected_failures).get(pattern) if pattern else None)
-        report.results.append(result)
-        on_result(result)
+    try:
+        for case in chosen:
+            result = run_case(case, subject, expected_failure(case.id, subject))
+            report.results.append(result)
+            on_result(result)
+    finally:
+        subject.close()
     report.seconds = time.perf_counter() - started
     report.served = _served(subject)
     report.loosened = [list(t) for t in subject.profile.tolerances]
     return report
 
 
-def _literal(pattern: str) -> str:
-    """Case ids hold brackets; in a pattern only * and ? are special."""
-    return pattern.replace("[", "[[]")
+def expected_failure(case_id: str, subject: Subject) -> str | None:
+    """Why the device's profile expects this case to fail; None when it does not. In a pattern only * and ? are special."""
+    for pattern, reason in subject.profile.expected_failures:
+        if fnmatch.fnmatchcase(case_id, pattern.replace("[", "[[]")):
+            return reason
+    return None
 
 
 def _served(subject: Subject) -> dict[str, dict[str, str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -27,6 +27,13 @@ from oarlock.runtime.choice import choose_attention, choose_graph_runner, choose
 
 GUARD = 256  # elements before and after each guarded tensor; keeps any alignment up to 256 bytes
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Closes(Protocol):
+    def close(self) -> None: ...
+
+
+Part = TypeVar("Part", bound=Closes)
 
 
 @dataclass
@@ -60,6 +67,7 @@ class Subject:
     graph: GraphRunner
     bound: dict[str, Ops] = field(default_factory=dict)
     _programs: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    _parts: dict[type, Any] = field(default_factory=dict)
     attention_served: dict[str, str] = field(default_factory=dict)  # dtype -> implementation, for the report
 
     @classmethod
@@ -83,6 +91,18 @@ class Subject:
         """As a worker runs its programs."""
         with self.device.context(), torch.no_grad():
             yield
+
+    def part(self, kind: type[Part]) -> Part:
+        """What a level keeps between its cases, made when first asked for; `close` closes it."""
+        if kind not in self._parts:
+            self._parts[kind] = kind()
+        found: Part = self._parts[kind]
+        return found
+
+    def close(self) -> None:
+        for kept in self._parts.values():
+            kept.close()
+        self._parts.clear()
 
     # ------------------------------------------------------------ what core would choose
     @property
