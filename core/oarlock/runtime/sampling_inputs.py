@@ -32,7 +32,7 @@ def choose_program(runner: Any, emitting: Emitting, rows: int) -> tuple[str, dic
         longest = max((s.start + s.num_tokens for s, _, _ in emitting), default=0)
         width = runner.history_width(longest + 1) if penalties else 0
         return "sample", {"rows": rows, "bias": bias, "mask": int(mask), "history": width}
-    full = penalties or bias or mask
+    full = bool(penalties or bias or mask)
     width = runner.history_width(1) if full else 0
     return "sample", {"rows": rows, "bias": BIAS_BUCKET if full else 0, "mask": int(full), "history": width}
 
