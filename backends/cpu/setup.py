@@ -16,11 +16,12 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
-AVX512 = ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 SOURCES = {
     "csrc/dispatch.cpp": [],
     "csrc/pool.cpp": [],
+    "csrc/ops_linear.cpp": [],
     "csrc/ops_layers.cpp": [],
     "csrc/ops_attention.cpp": [],
     "csrc/ops_sampling.cpp": [],
@@ -28,8 +29,7 @@ SOURCES = {
 }
 if platform.machine() in ("x86_64", "AMD64"):
     SOURCES |= {
-        "csrc/isa_avx512bf16.cpp": [*AVX512, "-mavx512bf16"],
-        "csrc/isa_avx512.cpp": AVX512,
+        "csrc/isa_avx512.cpp": ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"],
         "csrc/isa_avx2.cpp": ["-mavx2", "-mfma"],
     }
 # No contraction: a fused multiply-add stands where the kernels ask for one, so that one text gives the same bits everywhere.
@@ -89,7 +89,7 @@ class BuildKernels(build_ext):
             probe.write_text("#include <atomic>\nint main() { std::atomic<int> a{0}; a.notify_all(); }\n")
             try:
                 self.compiler.compile([str(probe)], output_dir=scratch, extra_postargs=["-std=c++20"])
-            except Exception as error:
+            except CompileError as error:
                 return f"the C++ compiler {compiler!r} does not compile C++20: {error}"
         return ""
 

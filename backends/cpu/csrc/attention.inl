@@ -2,8 +2,8 @@
 //
 // Rows of a tile are (query, head of the group), query first. A chunk of the context is done in three passes: scores, weights
 // with the chunk's own maximum, weighted values. Chunks are merged by the running maximum (FlashAttention-2, arXiv:2307.08691,
-// section 3.1). Slots outside a row's context are never part of a product: scores are masked, and the half of a pair of values
-// that lies past the context is cleared, as such slots may hold NaN.
+// section 3.1). Slots outside a row's context are never part of a product: scores are masked, and the second value of a pair is
+// left out when it lies past the context, as such slots may hold NaN.
 #include "kernels.h"
 #include "vmath.h"
 
@@ -18,9 +18,9 @@ template <class T> struct Tile {
   const AttentionArgs& a;
   const AttentionTile& t;
   int group, rows, dim, units;  // query heads a KV head; rows; padded head size; units of a key
-  float *scores, *part, *merged;
-  T* weights;   // [rows][kScoreStride]
-  uint32_t* q;  // [rows][units]
+  float* scores;            // [rows][kScoreStride], then the weights
+  float *part, *merged;     // one chunk's result and the merged one
+  float* q;                 // [rows][dim]
 
   Tile(const AttentionArgs& args, const AttentionTile& tile, float* scratch) : a(args), t(tile) {
     group = a.heads / a.kv_heads;
@@ -28,10 +28,9 @@ template <class T> struct Tile {
     dim = static_cast<int>(padded_dim(a.head_dim));
     units = dim / per_unit<T>;
     scores = scratch;
-    weights = reinterpret_cast<T*>(scores + rows * kScoreStride);
-    part = scores + 2 * rows * kScoreStride;
+    part = scores + rows * kScoreStride;
     merged = part + attention_partial_floats(rows, a.head_dim);
-    q = reinterpret_cast<uint32_t*>(merged + attention_partial_floats(rows, a.head_dim));
+    q = merged + attention_partial_floats(rows, a.head_dim);
   }
 
   int64_t end(int row) const { return t.position + row / group + 1; }
@@ -53,10 +52,9 @@ template <class T> struct Tile {
   void load_queries() {
     const T* from = static_cast<const T*>(a.q);
     for (int r = 0; r < rows; ++r) {
-      T* to = reinterpret_cast<T*>(q + static_cast<int64_t>(r) * units);
+      float* to = q + r * dim;
       const T* x = from + (t.token + r / group) * a.q_token + (t.kv_head * group + r % group) * a.q_head;
-      memcpy(to, x, a.head_dim * sizeof(T));
-      if (dim > a.head_dim) memset(to + a.head_dim, 0, (dim - a.head_dim) * sizeof(T));
+      for (int d = 0; d < dim; ++d) to[d] = d < a.head_dim ? to_float(x[d]) : 0.f;
     }
   }
 };
@@ -69,23 +67,25 @@ struct Group {
 };
 
 template <bool Split> INLINE vi load_group(const Group& g, int64_t at) {
-  if constexpr (!Split) return load_units(g.low + at);
-  uint32_t both[W];
-  memcpy(both, g.low + at, W / 2 * 4);
-  memcpy(both + W / 2, g.high + at, W / 2 * 4);
-  return load_units(both);
+  return Split ? join_units(g.low + at, g.high + at) : load_units(g.low + at);
 }
 
-template <class T, int MR, bool Split>
-void score_block(const uint32_t* q, int units, const Group g[2], int64_t block_size, float* out) {
+template <class T, int p, int MR> INLINE void score_step(const float* q, int dim, vi k0, vi k1, vf (&acc)[MR][2]) {
+  vf a = part<p>(T{}, k0), b = part<p>(T{}, k1);
+  for (int i = 0; i < MR; ++i) {
+    vf qv = splat(q[i * dim + p]);
+    acc[i][0] = fma(qv, a, acc[i][0]);
+    acc[i][1] = fma(qv, b, acc[i][1]);
+  }
+}
+
+template <class T, int MR, bool Split> void score_block(const float* q, int dim, const Group g[2], int64_t block_size, float* out) {
   vf acc[MR][2] = {};
-  for (int d = 0; d < units; ++d) {
-    vi k0 = load_group<Split>(g[0], d * block_size), k1 = load_group<Split>(g[1], d * block_size);
-    for (int i = 0; i < MR; ++i) {
-      vi qv = splat(load_unit(q + i * units + d));
-      acc[i][0] = dot(T{}, acc[i][0], qv, k0);
-      acc[i][1] = dot(T{}, acc[i][1], qv, k1);
-    }
+  for (int d = 0; d < dim; d += per_unit<T>) {
+    int64_t at = d / per_unit<T> * block_size;
+    vi k0 = load_group<Split>(g[0], at), k1 = load_group<Split>(g[1], at);
+    score_step<T, 0>(q + d, dim, k0, k1, acc);
+    if constexpr (per_unit<T> == 2) score_step<T, 1>(q + d, dim, k0, k1, acc);
   }
   for (int i = 0; i < MR; ++i) {
     store(out + i * kScoreStride, acc[i][0]);
@@ -93,12 +93,11 @@ void score_block(const uint32_t* q, int units, const Group g[2], int64_t block_s
   }
 }
 
-template <class T, int MR, bool Split>
-void score_rows(int rows, const uint32_t* q, int units, const Group g[2], int64_t block_size, float* out) {
+template <class T, int MR, bool Split> void score_rows(int rows, const float* q, int dim, const Group g[2], int64_t block_size, float* out) {
   if constexpr (MR > 1) {
-    if (rows < MR) return score_rows<T, MR - 1, Split>(rows, q, units, g, block_size, out);
+    if (rows < MR) return score_rows<T, MR - 1, Split>(rows, q, dim, g, block_size, out);
   }
-  score_block<T, MR, Split>(q, units, g, block_size, out);
+  score_block<T, MR, Split>(q, dim, g, block_size, out);
 }
 
 template <class T> INLINE Group group_at(const Tile<T>& tile, int64_t position, int64_t end) {
@@ -118,15 +117,15 @@ template <class T> void score_chunk(const Tile<T>& tile, int64_t start, int64_t 
     for (int r = 0; r < tile.rows; r += step) {
       int n = tile.rows - r < step ? tile.rows - r : step;
       auto f = split ? score_rows<T, kTileRows, true> : score_rows<T, kTileRows, false>;
-      f(n, tile.q + static_cast<int64_t>(r) * tile.units, tile.units, g, tile.a.block_size, tile.scores + r * kScoreStride + (at - start));
+      f(n, tile.q + r * tile.dim, tile.dim, g, tile.a.block_size, tile.scores + r * kScoreStride + (at - start));
     }
   }
 }
 
 // ---- weights --------------------------------------------------------------------------------------------------------
 
-// Scores [first, end) of a row to exp(score - largest), 0 outside [lo, hi). All are offsets in the chunk; first is a multiple of W.
-template <class T> void weigh_row(const AttentionArgs& a, float* s, T* w, int64_t first, int64_t end, int64_t lo, int64_t hi, float* largest_out, float* sum_out) {
+// Scores [first, end) of a row become exp(score - largest), 0 outside [lo, hi). All are offsets in the chunk; first is a multiple of W.
+inline void weigh_row(const AttentionArgs& a, float* s, int64_t first, int64_t end, int64_t lo, int64_t hi, float* largest_out, float* sum_out) {
   const vi lanes = lane_numbers();
   const vf masked = splat(-INFINITY), scale = splat(a.scale), cap = splat(a.softcap);
   vf top = masked, total = {};
@@ -145,7 +144,7 @@ template <class T> void weigh_row(const AttentionArgs& a, float* s, T* w, int64_
   for (int64_t i = first; i < end; i += W) {
     vf p = exp(load(s + i) - shift);
     total = total + p;
-    store(w + i, p);
+    store(s + i, p);
   }
   *largest_out = best;
   *sum_out = sum(total);
@@ -153,7 +152,7 @@ template <class T> void weigh_row(const AttentionArgs& a, float* s, T* w, int64_
 
 // ---- values ---------------------------------------------------------------------------------------------------------
 
-// Blocks of a chunk whose values are summed: units [from, to) of each block. `odd`: the last unit's second token is past the context.
+// Blocks of a chunk whose values are summed: units [from, to) of each. `odd`: the last unit's second token is past the context.
 struct ValueBlocks {
   const uint32_t* base[kChunk / 8 + 1];
   int from[kChunk / 8 + 1], to[kChunk / 8 + 1];
@@ -161,28 +160,27 @@ struct ValueBlocks {
   bool odd;
 };
 
-template <class T, int MR>
-void value_block(const uint32_t* p, int64_t p_stride, const ValueBlocks& b, int64_t dim, int d0, int d1, float* out) {
+template <class T, int p, int MR> INLINE void value_step(const float* w, vi v0, vi v1, vf (&acc)[MR][2]) {
+  vf a = part<p>(T{}, v0), b = part<p>(T{}, v1);
+  for (int i = 0; i < MR; ++i) {
+    vf weight = splat(w[i * kScoreStride + p]);
+    acc[i][0] = fma(weight, a, acc[i][0]);
+    acc[i][1] = fma(weight, b, acc[i][1]);
+  }
+}
+
+template <class T, int MR> void value_block(const float* w, const ValueBlocks& b, int64_t dim, int d0, int d1, float* out) {
   vf acc[MR][2] = {};
   for (int n = 0; n < b.count; ++n) {
     const uint32_t* v = b.base[n];
     bool odd = b.odd && n + 1 == b.count;
     int to = b.to[n] - odd;
-    for (int u = b.from[n]; u < to; ++u, ++p) {
+    for (int u = b.from[n]; u < to; ++u, w += per_unit<T>) {
       vi v0 = load_units(v + u * dim + d0), v1 = load_units(v + u * dim + d1);
-      for (int i = 0; i < MR; ++i) {
-        vi pv = splat(load_unit(p + i * p_stride));
-        acc[i][0] = dot(T{}, acc[i][0], pv, v0);
-        acc[i][1] = dot(T{}, acc[i][1], pv, v1);
-      }
+      value_step<T, 0>(w, v0, v1, acc);
+      if constexpr (per_unit<T> == 2) value_step<T, 1>(w, v0, v1, acc);
     }
-    if (!odd) continue;
-    vi v0 = load_units(v + to * dim + d0) & 0xffff, v1 = load_units(v + to * dim + d1) & 0xffff;
-    for (int i = 0; i < MR; ++i) {
-      vi pv = splat(load_unit(p + i * p_stride));
-      acc[i][0] = dot(T{}, acc[i][0], pv, v0);
-      acc[i][1] = dot(T{}, acc[i][1], pv, v1);
-    }
+    if (odd) value_step<T, 0>(w, load_units(v + to * dim + d0), load_units(v + to * dim + d1), acc);
   }
   for (int i = 0; i < MR; ++i) {
     store(out + i * dim + d0, acc[i][0]);
@@ -190,12 +188,11 @@ void value_block(const uint32_t* p, int64_t p_stride, const ValueBlocks& b, int6
   }
 }
 
-template <class T, int MR>
-void value_rows(int rows, const uint32_t* p, int64_t p_stride, const ValueBlocks& b, int64_t dim, int d0, int d1, float* out) {
+template <class T, int MR> void value_rows(int rows, const float* w, const ValueBlocks& b, int64_t dim, int d0, int d1, float* out) {
   if constexpr (MR > 1) {
-    if (rows < MR) return value_rows<T, MR - 1>(rows, p, p_stride, b, dim, d0, d1, out);
+    if (rows < MR) return value_rows<T, MR - 1>(rows, w, b, dim, d0, d1, out);
   }
-  value_block<T, MR>(p, p_stride, b, dim, d0, d1, out);
+  value_block<T, MR>(w, b, dim, d0, d1, out);
 }
 
 template <class T> void value_chunk(const Tile<T>& tile, int64_t start, int64_t first, int64_t end, float* out) {
@@ -214,10 +211,10 @@ template <class T> void value_chunk(const Tile<T>& tile, int64_t start, int64_t 
   int tiles = (tile.rows + kTileRows - 1) / kTileRows, step = (tile.rows + tiles - 1) / tiles;
   for (int r = 0; r < tile.rows; r += step) {
     int n = tile.rows - r < step ? tile.rows - r : step;
-    const uint32_t* p = reinterpret_cast<const uint32_t*>(tile.weights + r * kScoreStride + (first - start));
+    const float* w = tile.scores + r * kScoreStride + (first - start);
     for (int d = 0; d < tile.dim; d += 2 * W) {
       int second = d + W < tile.dim ? d + W : d;
-      value_rows<T, kTileRows>(n, p, kScoreStride / P, b, tile.dim, d, second, out + static_cast<int64_t>(r) * tile.dim);
+      value_rows<T, kTileRows>(n, w, b, tile.dim, d, second, out + static_cast<int64_t>(r) * tile.dim);
     }
   }
 }
@@ -233,7 +230,7 @@ template <class T> void attend_chunk(const Tile<T>& tile, int64_t chunk, float* 
   int64_t block_first = first / tile.a.block_size * tile.a.block_size;
   score_chunk(tile, start, group_first > block_first ? group_first : block_first, end);
   for (int r = 0; r < tile.rows; ++r) {
-    weigh_row(tile.a, tile.scores + r * kScoreStride, tile.weights + r * kScoreStride, group_first - start, end - start, tile.begin(r) - start,
+    weigh_row(tile.a, tile.scores + r * kScoreStride, group_first - start, end - start, tile.begin(r) - start,
               tile.end(r) - start, tile.largest_of(part) + r, tile.sum_of(part) + r);
   }
   value_chunk(tile, start, first, end, tile.values_of(part));

@@ -1,4 +1,4 @@
-// Chooses the kernels of this processor, once. OARLOCK_CPU_ISA caps the choice (generic, avx2, avx512, avx512bf16): for tests and bug reports.
+// Chooses the kernels of this processor, once. OARLOCK_CPU_ISA caps the choice (generic, avx2, avx512): for tests and bug reports.
 #include <cstdlib>
 #include <cstring>
 
@@ -12,7 +12,6 @@ DECLARE(isa_generic)
 #if defined(__x86_64__)
 DECLARE(isa_avx2)
 DECLARE(isa_avx512)
-DECLARE(isa_avx512bf16)
 #endif
 
 namespace {
@@ -29,7 +28,6 @@ const Candidate* candidates(int* count) {
 #if defined(__x86_64__)
       {&isa_avx2::table, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
       {&isa_avx512::table, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")},
-      {&isa_avx512bf16::table, __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")},
 #endif
   };
   *count = sizeof all / sizeof all[0];

@@ -8,13 +8,21 @@
 #include "bf16.h"
 
 // out[m][n] = sum_k x[m][k] * w[n][k] + bias[n], for m in [m0, m1), n in [n0, n1).
-// w is a plain row-major weight [N][K]. One order of summation for every m, so that a row's bits do not depend on the others.
+// `plain`: w is row-major [N][K], x of `dtype`; sums run along K in vectors.
+// `packed`: w is as pack_weight leaves it, x is float32 with K rounded up to packed_step() and zeros there; sums run along K one by one.
+// Each has one order of summation, whatever m0 and m1 are: a row's bits do not depend on the other rows.
 struct LinearArgs {
-  Dtype dtype;
+  Dtype dtype;               // of w, bias and out
   const void *x, *w, *bias;  // bias may be null
   void* out;
-  int64_t K, ldx, ldw, ldo;
+  int64_t K, ldx, ldw, ldo;  // ldw: plain only
 };
+
+// Packed weights, P numbers a unit: [N / 32][K / (16 P)][2][16 units of K][16 outputs], zeros where N or K were rounded up.
+// Each of the 2 tiles is 16 units deep and 16 outputs wide: one vector of 16 lanes a unit, which is also the order of an AMX tile.
+constexpr int64_t kPanel = 32;       // outputs of a panel
+constexpr int64_t kTileUnits = 256;  // of one tile
+constexpr int64_t packed_step(Dtype d) { return d == Dtype::bf16 ? 32 : 16; }  // K is rounded up to it
 
 // Cache layout of one layer, in units of 32 bits (see bf16.h), D the head size rounded up to 16, P elements a unit:
 //   keys    [num_blocks][kv_heads][D / P][block_size]   tokens side by side: one load gives 16 tokens' unit d
@@ -47,7 +55,9 @@ enum class Act { relu, gelu, gelu_tanh, silu };
 
 struct Kernels {
   const char* name;
-  void (*linear)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);
+  void (*plain)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);
+  void (*packed)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);  // n0 a multiple of kPanel
+  void (*widen)(Dtype, const void* x, float* out, int64_t n, int64_t width);  // n numbers to float32, then zeros up to width
 
   // Chunks [c0, c1) of a tile's context. partial null: writes the result to out (c0, c1 must be all of the tile's chunks).
   // Else c1 == c0 + 1 and the chunk's part is left in `partial`, attention_partial_floats long.
@@ -71,7 +81,7 @@ constexpr int64_t padded_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 1
 constexpr int64_t attention_partial_floats(int64_t rows, int64_t head_dim) { return rows * (padded_dim(head_dim) + 2); }
 // Scores and weights of a chunk, this chunk's part, the merged one, and the queries: floats for one thread.
 constexpr int64_t attention_scratch_floats(int64_t rows, int64_t head_dim) {
-  return rows * 2 * (kChunk + 32) + 2 * attention_partial_floats(rows, head_dim) + rows * padded_dim(head_dim) + 64;
+  return rows * (kChunk + 32) + 2 * attention_partial_floats(rows, head_dim) + rows * padded_dim(head_dim) + 64;
 }
 
 const Kernels* kernels();                // of this processor

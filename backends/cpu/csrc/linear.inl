@@ -1,54 +1,12 @@
-// Linear over a plain weight [N][K]. A block of MR x 4 dot products runs along K in vectors; lanes are added at the end.
-//
-// Loading: 4 rows of w stream once through the registers for MR rows of x. At few rows it is bound by reading w; four streams
-// of consecutive rows keep the hardware prefetcher busy.
+// Linear over packed weights (the usual case) and over plain ones. Layouts and orders of summation: kernels.h.
 #include "kernels.h"
 #include "vec.h"
 
 namespace OARLOCK_ISA {
 namespace {
 
-constexpr int kRows = W == 16 ? 6 : 2;  // rows of x in one block: MR * 4 accumulators must fit the registers
-
-template <class T> INLINE vi load_units_some(const T* p, int64_t n) {
-  T part[W * per_unit<T>] = {};
-  memcpy(part, p, n * sizeof(T));
-  return load_units(part);
-}
-
-template <class T, int MR> void dot_block(const T* x, int64_t ldx, const T* const w[4], int64_t K, float* out, int64_t ldo) {
-  constexpr int64_t step = W * per_unit<T>;
-  vf acc[MR][4] = {};
-  int64_t k = 0;
-  for (; k + step <= K; k += step) {
-    vi wv[4];
-    for (int j = 0; j < 4; ++j) wv[j] = load_units(w[j] + k);
-    for (int i = 0; i < MR; ++i) {
-      vi xv = load_units(x + i * ldx + k);
-      for (int j = 0; j < 4; ++j) acc[i][j] = dot(T{}, acc[i][j], xv, wv[j]);
-    }
-  }
-  if (k < K) {
-    vi wv[4];
-    for (int j = 0; j < 4; ++j) wv[j] = load_units_some(w[j] + k, K - k);
-    for (int i = 0; i < MR; ++i) {
-      vi xv = load_units_some(x + i * ldx + k, K - k);
-      for (int j = 0; j < 4; ++j) acc[i][j] = dot(T{}, acc[i][j], xv, wv[j]);
-    }
-  }
-  for (int i = 0; i < MR; ++i) sum4(acc[i], out + i * ldo);
-}
-
-template <class T, int MR> void dot_rows(int rows, const T* x, int64_t ldx, const T* const w[4], int64_t K, float* out, int64_t ldo) {
-  if constexpr (MR > 1) {
-    if (rows < MR) return dot_rows<T, MR - 1>(rows, x, ldx, w, K, out, ldo);
-  }
-  dot_block<T, MR>(x, ldx, w, K, out, ldo);
-}
-
-constexpr int64_t kPanel = 32;  // outputs of a row that are rounded and stored together
-
-template <class T> void store_panel(const float* from, const T* bias, T* out, int64_t n) {
+// Rounds and stores n sums of one row, with the bias.
+template <class T> void store_sums(const float* from, const T* bias, T* out, int64_t n) {
   for (int64_t i = 0; i < n; i += W) {
     int64_t left = n - i < W ? n - i : W;
     vf v = load(from + i);
@@ -57,30 +15,146 @@ template <class T> void store_panel(const float* from, const T* bias, T* out, in
   }
 }
 
-template <class T> void linear_typed(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+// ---- packed ---------------------------------------------------------------------------------------------------------
+//
+// A block of MR rows of x times NT tiles (16 outputs each) keeps MR * NT * 16 sums in registers and walks K once: x is broadcast,
+// w streams from memory in the order in which it lies there. Few rows leave registers free: then more tiles hide the latency.
+
+constexpr int kVectors = 16 / W;                     // of a tile's 16 outputs
+constexpr int kPackedRows = W == 16 ? 12 : W == 8 ? 6 : 2;
+constexpr int kTiles = W == 16 ? 2 : 1;              // NT at many rows
+
+template <class T, int p, int MR, int NV> INLINE void packed_step_(const float* x, int64_t ldx, const vi (&w)[NV], vf (&acc)[MR][NV]) {
+  vf wp[NV];
+  for (int j = 0; j < NV; ++j) wp[j] = part<p>(T{}, w[j]);
+  for (int i = 0; i < MR; ++i) {
+    vf xv = splat(x[i * ldx + p]);
+    for (int j = 0; j < NV; ++j) acc[i][j] = fma(xv, wp[j], acc[i][j]);
+  }
+}
+
+// tiles[j]: where tile column j begins; consecutive depths of a column lie 2 tiles apart.
+template <class T, int MR, int NT> void packed_block(const float* x, int64_t ldx, const uint32_t* const (&tiles)[NT], int64_t depth, float* out) {
+  constexpr int NV = NT * kVectors;
+  vf acc[MR][NV] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    for (int r = 0; r < 16; ++r, x += per_unit<T>) {
+      vi w[NV];
+      for (int j = 0; j < NV; ++j) w[j] = load_units(tiles[j / kVectors] + k * 2 * kTileUnits + r * 16 + j % kVectors * W);
+      packed_step_<T, 0>(x, ldx, w, acc);
+      if constexpr (per_unit<T> == 2) packed_step_<T, 1>(x, ldx, w, acc);
+    }
+  }
+  for (int i = 0; i < MR; ++i)
+    for (int j = 0; j < NV; ++j) store(out + i * NT * 16 + j * W, acc[i][j]);
+}
+
+template <class T, int MR, int NT> void packed_rows(int rows, const float* x, int64_t ldx, const uint32_t* const (&tiles)[NT], int64_t depth, float* out) {
+  if constexpr (MR > 1) {
+    if (rows < MR) return packed_rows<T, MR - 1, NT>(rows, x, ldx, tiles, depth, out);
+  }
+  packed_block<T, MR, NT>(x, ldx, tiles, depth, out);
+}
+
+// Rows [m, m + rows) times NT tiles from output n on.
+template <class T, int MR, int NT> void packed_tiles(const LinearArgs& a, int64_t m, int rows, int64_t n, int64_t n1) {
+  int64_t depth = (a.K + packed_step(a.dtype) - 1) / packed_step(a.dtype);
+  const uint32_t* tiles[NT];
+  for (int j = 0; j < NT; ++j) {
+    int64_t column = n / 16 + j;
+    tiles[j] = static_cast<const uint32_t*>(a.w) + (column / 2 * depth * 2 + column % 2) * kTileUnits;
+  }
+  alignas(64) float sums[MR * NT * 16];
+  packed_rows<T, MR, NT>(rows, static_cast<const float*>(a.x) + m * a.ldx, a.ldx, tiles, depth, sums);
+  const T* bias = a.bias ? static_cast<const T*>(a.bias) + n : nullptr;
+  int64_t outputs = n1 - n < NT * 16 ? n1 - n : NT * 16;
+  for (int i = 0; i < rows; ++i) store_sums(sums + i * NT * 16, bias, static_cast<T*>(a.out) + (m + i) * a.ldo + n, outputs);
+}
+
+template <class T> void packed_typed(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  constexpr int few = kPackedRows / 3 ? kPackedRows / 3 : 1;
+  int64_t count = (m1 - m0 + kPackedRows - 1) / kPackedRows, tile = count ? (m1 - m0 + count - 1) / count : 1;
+  if (m1 - m0 <= few) {
+    int64_t n = n0;
+    for (; n + 32 * kTiles <= n1; n += 32 * kTiles) packed_tiles<T, few, 2 * kTiles>(a, m0, static_cast<int>(m1 - m0), n, n1);
+    for (; n < n1; n += 16 * kTiles) packed_tiles<T, few, kTiles>(a, m0, static_cast<int>(m1 - m0), n, n1);
+    return;
+  }
+  for (int64_t n = n0; n < n1; n += 16 * kTiles)
+    for (int64_t m = m0; m < m1; m += tile) packed_tiles<T, kPackedRows, kTiles>(a, m, static_cast<int>(m1 - m < tile ? m1 - m : tile), n, n1);
+}
+
+void packed(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  if (a.dtype == Dtype::bf16) packed_typed<bf16>(a, m0, m1, n0, n1); else packed_typed<float>(a, m0, m1, n0, n1);
+}
+
+// ---- plain ----------------------------------------------------------------------------------------------------------
+//
+// A block of MR x 4 dot products runs along K in vectors; lanes are added at the end. It reads more per product than the packed
+// kernel, so it is half as fast at many rows, but needs no second copy of a weight.
+
+constexpr int kPlainRows = W == 16 ? 6 : 2;
+
+template <class T, int MR> INLINE void plain_step(const vi (&x)[MR], const vi (&w)[4], vf (&acc)[MR][4]) {
+  for (int i = 0; i < MR; ++i)
+    for (int j = 0; j < 4; ++j) {
+      acc[i][j] = fma(part<0>(T{}, x[i]), part<0>(T{}, w[j]), acc[i][j]);
+      if constexpr (per_unit<T> == 2) acc[i][j] = fma(part<1>(T{}, x[i]), part<1>(T{}, w[j]), acc[i][j]);
+    }
+}
+
+template <class T> INLINE vi load_units_some(const T* p, int64_t n) {
+  T some[W * per_unit<T>] = {};
+  memcpy(some, p, n * sizeof(T));
+  return load_units(some);
+}
+
+template <class T, int MR> void plain_block(const T* x, int64_t ldx, const T* const w[4], int64_t K, float* out, int64_t ldo) {
+  constexpr int64_t step = W * per_unit<T>;
+  vf acc[MR][4] = {};
+  vi xv[MR], wv[4];
+  int64_t k = 0;
+  for (; k + step <= K; k += step) {
+    for (int j = 0; j < 4; ++j) wv[j] = load_units(w[j] + k);
+    for (int i = 0; i < MR; ++i) xv[i] = load_units(x + i * ldx + k);
+    plain_step<T>(xv, wv, acc);
+  }
+  if (k < K) {
+    for (int j = 0; j < 4; ++j) wv[j] = load_units_some(w[j] + k, K - k);
+    for (int i = 0; i < MR; ++i) xv[i] = load_units_some(x + i * ldx + k, K - k);
+    plain_step<T>(xv, wv, acc);
+  }
+  for (int i = 0; i < MR; ++i) sum4(acc[i], out + i * ldo);
+}
+
+template <class T, int MR> void plain_rows(int rows, const T* x, int64_t ldx, const T* const w[4], int64_t K, float* out, int64_t ldo) {
+  if constexpr (MR > 1) {
+    if (rows < MR) return plain_rows<T, MR - 1>(rows, x, ldx, w, K, out, ldo);
+  }
+  plain_block<T, MR>(x, ldx, w, K, out, ldo);
+}
+
+template <class T> void plain_typed(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
   const T *x = static_cast<const T*>(a.x), *w = static_cast<const T*>(a.w), *bias = static_cast<const T*>(a.bias);
   T* out = static_cast<T*>(a.out);
-  int64_t tiles = (m1 - m0 + kRows - 1) / kRows, tile = tiles ? (m1 - m0 + tiles - 1) / tiles : 1;
-  float panel[kRows * kPanel];
-  for (int64_t m = m0; m < m1; m += tile) {
-    int rows = static_cast<int>(m1 - m < tile ? m1 - m : tile);
-    for (int64_t p = n0; p < n1; p += kPanel) {
-      int64_t outputs = n1 - p < kPanel ? n1 - p : kPanel;
+  int64_t count = (m1 - m0 + kPlainRows - 1) / kPlainRows, tile = count ? (m1 - m0 + count - 1) / count : 1;
+  alignas(64) float sums[kPlainRows * kPanel];
+  for (int64_t p = n0; p < n1; p += kPanel) {
+    int64_t outputs = n1 - p < kPanel ? n1 - p : kPanel;
+    for (int64_t m = m0; m < m1; m += tile) {
+      int rows = static_cast<int>(m1 - m < tile ? m1 - m : tile);
       for (int64_t n = 0; n < outputs; n += 4) {
-        const T* rows_of_w[4];
-        for (int j = 0; j < 4; ++j) {
-          int64_t r = n + j < outputs ? p + n + j : n1 - 1;  // past the end: any row, the product is not stored
-          rows_of_w[j] = w + r * a.ldw;
-        }
-        dot_rows<T, kRows>(rows, x + m * a.ldx, a.ldx, rows_of_w, a.K, panel + n, kPanel);
+        const T* four[4];
+        for (int j = 0; j < 4; ++j) four[j] = w + (n + j < outputs ? p + n + j : n1 - 1) * a.ldw;  // past the end: not stored
+        plain_rows<T, kPlainRows>(rows, x + m * a.ldx, a.ldx, four, a.K, sums + n, kPanel);
       }
-      for (int i = 0; i < rows; ++i) store_panel(panel + i * kPanel, bias ? bias + p : nullptr, out + (m + i) * a.ldo + p, outputs);
+      for (int i = 0; i < rows; ++i) store_sums(sums + i * kPanel, bias ? bias + p : nullptr, out + (m + i) * a.ldo + p, outputs);
     }
   }
 }
 
-void linear(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-  if (a.dtype == Dtype::bf16) linear_typed<bf16>(a, m0, m1, n0, n1); else linear_typed<float>(a, m0, m1, n0, n1);
+void plain(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  if (a.dtype == Dtype::bf16) plain_typed<bf16>(a, m0, m1, n0, n1); else plain_typed<float>(a, m0, m1, n0, n1);
 }
 
 }  // namespace

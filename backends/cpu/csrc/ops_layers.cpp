@@ -1,38 +1,7 @@
-// linear, norms, rotary, activations.
+// Norms, rotary, activations, and the choice of instruction set.
 #include "tensors.h"
 
 namespace {
-
-constexpr int64_t kPanel = 32;   // outputs of an item
-constexpr int64_t kBlock = 96;   // rows of an item: x stays in the second-level cache while w streams
-
-Tensor linear(const Tensor& x_in, const Tensor& weight, const OptionalTensor& bias) {
-  STD_TORCH_CHECK(x_in.dim() == 2 && weight.dim() == 2 && x_in.size(1) == weight.size(1), "linear: x [num_tokens, in] and weight [out, in] expected");
-  STD_TORCH_CHECK(weight.stride(1) == 1 || weight.size(1) == 1, "linear: weight must be row-major");
-  Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
-  int64_t M = x.size(0), N = weight.size(0), K = x.size(1);
-  LinearArgs a{dtype_of(x, "x"), x.const_data_ptr(), weight.const_data_ptr(), nullptr, nullptr, K, x.stride(0), weight.stride(0), N};
-  STD_TORCH_CHECK(dtype_of(weight, "weight") == a.dtype, "linear: x and weight must have one dtype");
-  if (bias) {
-    STD_TORCH_CHECK(dtype_of(*bias, "bias") == a.dtype && bias->is_contiguous() && bias->numel() == N, "linear: bias must be [out] of x's dtype");
-    a.bias = bias->const_data_ptr();
-  }
-  Tensor out = new_like(x, {M, N});
-  a.out = out.mutable_data_ptr();
-  int64_t panels = (N + kPanel - 1) / kPanel, blocks = (M + kBlock - 1) / kBlock;
-  int threads = threads_for(M * N * K);
-  const Kernels* k = kernels();
-  int64_t chunk = panels * blocks / (threads * 8);
-  pool::parallel(panels * blocks, chunk > 0 ? chunk : 1, threads, [&](int64_t begin, int64_t end) {
-    while (begin < end) {  // panels of one block are done together
-      int64_t m = begin / panels, p0 = begin % panels, p1 = p0 + (end - begin) < panels ? p0 + (end - begin) : panels;
-      int64_t m1 = (m + 1) * kBlock < M ? (m + 1) * kBlock : M, n1 = p1 * kPanel < N ? p1 * kPanel : N;
-      k->linear(a, m * kBlock, m1, p0 * kPanel, n1);
-      begin += p1 - p0;
-    }
-  });
-  return out;
-}
 
 // x as rows of its last dimension: [outer][inner][size], so that a slice of a wider tensor needs no copy.
 struct Rows {
@@ -157,7 +126,6 @@ std::string get_isa() { return kernels()->name; }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)");
   m.def("layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> Tensor");
@@ -168,7 +136,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(oarlock_cpu, CPU, m) {
-  m.impl("linear", TORCH_BOX(&linear));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("fused_add_rms_norm", TORCH_BOX(&fused_add_rms_norm));
   m.impl("layer_norm", TORCH_BOX(&layer_norm));

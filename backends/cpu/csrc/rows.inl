@@ -85,6 +85,11 @@ template <class T> void activation_typed(Act act, const T* x, const T* times, T*
   }
 }
 
+template <class T> void widen_typed(const T* x, float* out, int64_t n, int64_t width) {
+  each(n, [&](int64_t i, int64_t lanes) { put(out + i, get(x + i, lanes), lanes); });
+  memset(out + n, 0, (width - n) * sizeof(float));
+}
+
 // ---- the table's entries: dtypes to types ---------------------------------------------------------------------------
 
 template <class T> const T* as(const void* p) { return static_cast<const T*>(p); }
@@ -116,6 +121,10 @@ void rotary(Dtype t, const void* x, void* out, const float* table, int64_t half,
 void activation(Dtype t, Act act, const void* x, const void* times, void* out, int64_t n) {
   if (t == Dtype::bf16) activation_typed(act, as<bf16>(x), as<bf16>(times), as<bf16>(out), n);
   else activation_typed(act, as<float>(x), as<float>(times), as<float>(out), n);
+}
+
+void widen(Dtype t, const void* x, float* out, int64_t n, int64_t width) {
+  if (t == Dtype::bf16) widen_typed(as<bf16>(x), out, n, width); else widen_typed(as<float>(x), out, n, width);
 }
 
 }  // namespace

