@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,7 +41,7 @@ class RealServer:
         self._command += [*defaults, *flags]
         self.process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> RealServer:
+    def __enter__(self) -> Self:
         self.launch()
         self.wait_ready()
         return self

@@ -7,14 +7,13 @@ import json
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError, NotFoundError
-from toy_frontend import EOS, SUMMARY, ToyTokenizer, says
-from toy_server import MODEL, PumpedClient, Toy, events, refused, strict, toy_server
-
 from oarlock.config.sections import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from oarlock.messages import EngineOutput, EngineOutputs, ErrorInfo, SchedulerStats
 from oarlock.server.errors import unavailable
 from oarlock.server.state import Phase
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from toy_frontend import EOS, SUMMARY, ToyTokenizer, says
+from toy_server import MODEL, PumpedClient, Toy, events, refused, strict, toy_server
 
 pytestmark = pytest.mark.asyncio
 

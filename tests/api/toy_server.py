@@ -13,8 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-from toy_frontend import SUMMARY, Script, ScriptedClient, ToyTokenizer, info, position, says
-
 from oarlock.async_llm import AsyncLLM
 from oarlock.config.sections import EngineConfig, ModelConfig, ServerConfig
 from oarlock.frontend.chat import ChatTemplate
@@ -22,6 +20,7 @@ from oarlock.frontend.inputs import InputLimits, InputProcessor
 from oarlock.messages import EngineOutput, EngineOutputs
 from oarlock.server.routes import make_app
 from oarlock.server.state import ServerState
+from toy_frontend import SUMMARY, Script, ScriptedClient, ToyTokenizer, info, position, says
 
 MODEL = "toy-model"
 
