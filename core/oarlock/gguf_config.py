@@ -21,7 +21,11 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3", {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe", {"hidden_act": "silu", "use_sliding_window": False, "norm_topk_prob": True}),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3", {"hidden_act": "silu", "no_rope_layer_interval": 4, "use_sliding_window": False}),
-    "gemma2": ("Gemma2ForCausalLM", "gemma2", {"hidden_activation": "gelu_pytorch_tanh"}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "gemma2",
+        {"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text", {"hidden_activation": "gelu_pytorch_tanh", "sliding_window_pattern": 6}),
     "phi3": ("Phi3ForCausalLM", "phi3", {"hidden_act": "silu"}),
     "gpt2": ("GPT2LMHeadModel", "gpt2", {"activation_function": "gelu_new"}),
@@ -84,10 +88,16 @@ def config_of(header: GGUFHeader) -> dict[str, Any]:
     for key, hf_key in _TOKEN_IDS.items():
         if f"tokenizer.ggml.{key}" in meta:
             config[hf_key] = meta[f"tokenizer.ggml.{key}"]
-    ends = [meta[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id") if key in meta]
+    ends = [
+        meta[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id") if key in meta
+    ]
     if len(set(ends)) > 1:
         config["eos_token_id"] = list(dict.fromkeys(ends))
     _biases(header, config)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rotary_dim = meta.get(f"{name}.rope.dimension_count") or head_dim
+    if rotary_dim < head_dim:
+        config["partial_rotary_factor"] = rotary_dim / head_dim
     scaling = _rope_scaling(header, name)
     if scaling:
         config["rope_scaling"] = scaling

@@ -104,7 +104,9 @@ class _Reader:
             what = "the tensor list"
             infos = [self._tensor_info() for _ in range(num_tensors)]
         except (struct.error, UnicodeDecodeError, IndexError) as error:
-            raise ModelError(f"{self.path} is truncated or corrupt: {what} at byte {self.at} of {len(data)} cannot be read ({error})") from None
+            raise ModelError(
+                f"{self.path} is truncated or corrupt: {what} at byte {self.at} of {len(data)} cannot be read ({error})"
+            ) from None
         alignment = header.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ModelError(f"{self.path} is corrupt: general.alignment is {alignment!r}")

@@ -24,7 +24,17 @@ _HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/([\w./-]+\.gguf
 _SETTINGS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _WEIGHTS = {"auto": ["*.safetensors", "*.bin", "*.pt"], "safetensors": ["*.safetensors"], "pt": ["*.pt"], "npcache": ["*.bin"]}
 # Other copies of the weights, and what training left behind.
-_NEVER = ["*/*.safetensors", "*/*.bin", "*/*.pt", "*/*.json", "consolidated*", "optimizer*", "training_args.bin", "rng_state*", "scheduler.pt"]
+_NEVER = [
+    "*/*.safetensors",
+    "*/*.bin",
+    "*/*.pt",
+    "*/*.json",
+    "consolidated*",
+    "optimizer*",
+    "training_args.bin",
+    "rng_state*",
+    "scheduler.pt",
+]
 
 
 def resolve_model(config: ModelConfig) -> str:
@@ -125,7 +135,9 @@ def _from_cache(snapshot: Callable[[list[str]], str], weights: list[str], name: 
 def _fetch_file(name: str, file: str, config: ModelConfig) -> str:
     from huggingface_hub import hf_hub_download
 
-    return _guarded(lambda: hf_hub_download(name, file, revision=config.revision, cache_dir=config.download_dir), name, config.revision, "model")
+    return _guarded(
+        lambda: hf_hub_download(name, file, revision=config.revision, cache_dir=config.download_dir), name, config.revision, "model"
+    )
 
 
 def _guarded(call: Callable[[], str], name: str, revision: str | None, what: str) -> str:

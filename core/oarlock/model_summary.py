@@ -30,7 +30,9 @@ class ModelSummary:
 
     path: str  # local folder or .gguf file
     architecture: str  # "LlamaForCausalLM"
-    hf_config: dict[str, Any] = field(default_factory=dict)  # config.json (text part for composite models), or the same keys made from a GGUF header
+    hf_config: dict[str, Any] = field(
+        default_factory=dict
+    )  # config.json (text part for composite models), or the same keys made from a GGUF header
     num_layers: int = 0
     hidden_size: int = 0
     intermediate_size: int = 0
@@ -135,7 +137,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in the Hugging Face format, nor a .gguf file") from None
+        raise ModelError(
+            f"{path.parent} has no {path.name}: it is not a model folder in the Hugging Face format, nor a .gguf file"
+        ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}; is the file truncated?") from None
     if not isinstance(value, dict):
@@ -160,9 +164,9 @@ def _text_part(path: str, raw: dict[str, Any], config: ModelConfig) -> tuple[str
     if not isinstance(names, list) or not names:
         hint = " (its auto_map points to Python code, which Oarlock does not execute)" if "auto_map" in raw else ""
         raise UnsupportedArchitecture(
-            f"{path}: config.json names no architecture{hint}; say it with --hf-overrides '{{\"architectures\": [\"LlamaForCausalLM\"]}}'"
+            f'{path}: config.json names no architecture{hint}; say it with --hf-overrides \'{{"architectures": ["LlamaForCausalLM"]}}\''
         )
-    return _TEXT_ARCHITECTURES.get(names[0], names[0]), hf_config
+    return _TEXT_ARCHITECTURES.get(str(names[0]), str(names[0])), hf_config
 
 
 def _sizes(path: str, hf_config: dict[str, Any]) -> dict[str, int]:
@@ -216,7 +220,9 @@ def _checkpoint_length(hf_config: dict[str, Any]) -> int:
     found = [hf_config[key] for key in _LENGTH_KEYS if isinstance(hf_config.get(key), int) and hf_config[key] > 0]
     if found:
         return scaled_length(hf_config, min(found))
-    logger.warning("the config has none of %s; the context is taken to be 2048 tokens, --max-model-len sets another", ", ".join(_LENGTH_KEYS))
+    logger.warning(
+        "the config has none of %s; the context is taken to be 2048 tokens, --max-model-len sets another", ", ".join(_LENGTH_KEYS)
+    )
     return 2048
 
 
@@ -276,7 +282,9 @@ def _generation(config: ModelConfig, from_checkpoint: dict[str, Any]) -> dict[st
     given = Path(config.generation_config)
     file = given / "generation_config.json" if given.is_dir() else given
     if not file.is_file():
-        raise ConfigError(f"--generation-config {given}: no generation_config.json there; use auto, none or a folder", option="--generation-config")
+        raise ConfigError(
+            f"--generation-config {given}: no generation_config.json there; use auto, none or a folder", option="--generation-config"
+        )
     return _read_json(file)
 
 

@@ -28,7 +28,9 @@ def weight_files(folder: str | Path, load_format: str = "auto") -> list[Path]:
         WeightMismatch: the index of a sharded checkpoint names a file that is missing.
     """
     if load_format not in _PATTERNS:
-        raise ConfigError(f"--load-format {load_format} does not read weight files of a folder; {', '.join(_PATTERNS)} do", option="--load-format")
+        raise ConfigError(
+            f"--load-format {load_format} does not read weight files of a folder; {', '.join(_PATTERNS)} do", option="--load-format"
+        )
     folder = Path(folder)
     for pattern in _PATTERNS[load_format]:
         files = sorted(file for file in folder.glob(pattern) if not _is_training(file.name))

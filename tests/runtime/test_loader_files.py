@@ -19,7 +19,15 @@ from oarlock.model_summary import load_summary
 from oarlock.runtime.loader import Checkpoint, open_checkpoint, progress
 from safetensors.torch import save_file
 
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16, "max_position_embeddings": 64}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 16,
+    "max_position_embeddings": 64,
+}
 TENSORS = {
     "model.embed_tokens.weight": torch.randn(16, 8),
     "model.norm.weight": torch.randn(8).bfloat16(),
@@ -171,10 +179,16 @@ def test_other_load_formats_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
-        (["embed_tokens.weight", "layers.0.x", "lm_head.weight"], {"model.embed_tokens.weight": 0, "model.layers.0.x": 1, "lm_head.weight": 2}),
+        (
+            ["embed_tokens.weight", "layers.0.x", "lm_head.weight"],
+            {"model.embed_tokens.weight": 0, "model.layers.0.x": 1, "lm_head.weight": 2},
+        ),
         (["decoder.embed_tokens.weight", "decoder.layers.0.x"], {"model.decoder.embed_tokens.weight": 0, "model.decoder.layers.0.x": 1}),
         (["wte.weight", "h.0.x"], {"transformer.wte.weight": 0, "transformer.h.0.x": 1}),
-        (["language_model.model.layers.0.x", "language_model.lm_head.weight", "vision_tower.y"], {"model.layers.0.x": 0, "lm_head.weight": 1}),
+        (
+            ["language_model.model.layers.0.x", "language_model.lm_head.weight", "vision_tower.y"],
+            {"model.layers.0.x": 0, "lm_head.weight": 1},
+        ),
         (["model.language_model.layers.0.x", "model.vision_tower.y", "lm_head.weight"], {"model.layers.0.x": 0, "lm_head.weight": 2}),
         (["model.layers.0.x", "lm_head.weight"], {"model.layers.0.x": 0, "lm_head.weight": 1}),
     ],
@@ -234,6 +248,7 @@ class Evil:
         return os.mkdir, (str(Path(os.environ["EVIL_MARK"])),)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("zipped", [True, False])
 def test_pickled_code_is_never_executed(folder: Path, tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / "executed"

@@ -17,7 +17,18 @@ from oarlock.runtime.loader import open_checkpoint
 from oarlock.runtime.loader.gguf_file import GGUFCheckpoint
 from oarlock.runtime.loader.gguf_quant import BLOCK_TYPES, dequantise
 
-HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+HALVES = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
 
 
 def random_blocks(name: str, count: int) -> np.ndarray:

@@ -17,7 +17,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 MAIN, DEV = "a" * 40, "b" * 40
-CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 4})
+CONFIG = json.dumps(
+    {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 4}
+)
 FILES = {
     "config.json": CONFIG.encode(),
     "tokenizer.json": b"{}",
@@ -86,9 +88,18 @@ class Handler(BaseHTTPRequestHandler):
             return
         sha, files = found
         if rest[:1] == ["tree"]:
-            body: Any = [{"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()} for file, data in files.items()]
+            body: Any = [
+                {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()} for file, data in files.items()
+            ]
         else:
-            body = {"id": name, "modelId": name, "sha": sha, "siblings": [{"rfilename": file} for file in files], "tags": [], "private": False}
+            body = {
+                "id": name,
+                "modelId": name,
+                "sha": sha,
+                "siblings": [{"rfilename": file} for file in files],
+                "tags": [],
+                "private": False,
+            }
         self.reply(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
     def file(self, name: str, revision: str, file: str) -> None:
@@ -158,7 +169,9 @@ def fetch(hub: Hub, cache: Path, *configs: dict[str, Any], **env: str) -> list[s
     """One line for each config: OK and the path, or the error. In a process of its own: the client reads its environment once."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     clean |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **env}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(configs)], check=False, env=clean, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(configs)], check=False, env=clean, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -180,7 +193,9 @@ def test_fetches_settings_and_one_kind_of_weights_then_works_offline(hub: Hub, t
 
 
 def test_a_revision_is_fetched_beside_the_default_one(hub: Hub, tmp_path: Path) -> None:
-    main, dev, absent = fetch(hub, tmp_path, {"model": "org/small"}, {"model": "org/small", "revision": "dev"}, {"model": "org/small", "revision": "no"})
+    main, dev, absent = fetch(
+        hub, tmp_path, {"model": "org/small"}, {"model": "org/small", "revision": "dev"}, {"model": "org/small", "revision": "no"}
+    )
     assert json.loads((Path(main.removeprefix("OK ")) / "config.json").read_text())["hidden_size"] == 8
     assert json.loads((Path(dev.removeprefix("OK ")) / "config.json").read_text())["hidden_size"] == 16
     assert absent.startswith("ModelError model org/small has no revision no")
@@ -190,7 +205,10 @@ def test_what_the_hub_refuses_is_said_in_a_sentence(hub: Hub, tmp_path: Path) ->
     absent, gated, private, files = fetch(
         hub, tmp_path, {"model": "org/absent"}, {"model": "org/gated"}, {"model": "org/private"}, {"model": "org/files"}
     )
-    assert absent == f"ModelError model org/absent: no such file or folder, and {hub.url} has no such model, or a private one (then set HF_TOKEN)"
+    assert (
+        absent
+        == f"ModelError model org/absent: no such file or folder, and {hub.url} has no such model, or a private one (then set HF_TOKEN)"
+    )
     assert gated.startswith("ModelError model org/gated is gated: accept its terms at") and "HF_TOKEN" in gated
     assert private.startswith("ModelError") and "set HF_TOKEN" in private
     assert files == "ModelError org/files holds GGUF files; name one of them: org/files/a.Q4.gguf, org/files/b.Q8.gguf"
@@ -209,7 +227,9 @@ def test_other_kinds_of_files(hub: Hub, tmp_path: Path) -> None:
     )
     assert one.startswith("OK ") and one.endswith("b.Q8.gguf")
     folder = Path(torch_files.removeprefix("OK "))
-    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "pytorch_model.bin"] and folder.is_relative_to(tmp_path / "other")
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "pytorch_model.bin"] and folder.is_relative_to(
+        tmp_path / "other"
+    )
     assert [file.name for file in Path(dummy.removeprefix("OK ")).iterdir()] == ["config.json"]
     assert wrong == "ModelError org/small has no weights for --load-format pt"
 

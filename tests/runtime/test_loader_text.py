@@ -116,10 +116,12 @@ def write_gpt2_files(folder: Path, **settings: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(pieces), "max_position_embeddings": 64}))
 
 
-@pytest.mark.parametrize("add_bos", [True, False])
-def test_vocab_and_merges_files_tokenise_as_transformers_does(tmp_path: Path, add_bos: bool) -> None:
+@pytest.mark.parametrize(("add_bos", "prefix"), [(True, False), (False, False), (False, True)])
+def test_vocab_and_merges_files_tokenise_as_transformers_does(tmp_path: Path, add_bos: bool, prefix: bool) -> None:
     token = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": True}
-    write_gpt2_files(tmp_path, bos_token=token, eos_token=token, unk_token=token, pad_token="<pad>", add_bos_token=add_bos)
+    write_gpt2_files(
+        tmp_path, bos_token=token, eos_token=token, unk_token=token, pad_token="<pad>", add_bos_token=add_bos, add_prefix_space=prefix
+    )
     _, mine = load(tmp_path)
     compare(mine, reference(tmp_path), [text for text in texts(150) if "<|" not in text])
     assert (mine.encode("hello</s>", add_special_tokens=True)[0] == 1) is add_bos
@@ -128,10 +130,20 @@ def test_vocab_and_merges_files_tokenise_as_transformers_does(tmp_path: Path, ad
 # ---------------------------------------------------------------- chat
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "hi"}],
-    [{"role": "system", "content": "Be brief.  "}, {"role": "user", "content": "a\n<b> & 'c'"}, {"role": "assistant", "content": " d "}, {"role": "user", "content": "é🎉"}],
+    [
+        {"role": "system", "content": "Be brief.  "},
+        {"role": "user", "content": "a\n<b> & 'c'"},
+        {"role": "assistant", "content": " d "},
+        {"role": "user", "content": "é🎉"},
+    ],
     [{"role": "assistant", "content": "first"}, {"role": "user", "content": ""}],
 ]
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "é <x>", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "é <x>", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+    }
+]
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen"])
@@ -155,7 +167,7 @@ def test_chats_render_as_in_transformers(name: str, source: str) -> None:
 HOSTILE = [
     "{{ messages | map(attribute='content') | list | tojson(indent=2) }}",
     "{%- for m in messages %}\n  {%- if m.role == 'user' %}\n    U:{{ m.content }}\n  {%- endif %}\n{%- endfor %}\n{{- '!' }}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% if loop.last %}{% continue %}{% endif %}{{ loop.index }}{% endfor %}{{ ns.n }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% if loop.last %}{% continue %}{% endif %}{% endfor %}{{ ns.n }}",
     "{{ bos_token }}{% generation %}{{ messages[0]['content'] | trim | upper }}{% endgeneration %}{{ dict(a=1) }}{{ undefined_name }}",
     "{{ messages[0].content.split('h')[1] }}{{ messages[0].items() | list }}{{ {'a': [1, none, true]} | tojson }}",
 ]
@@ -168,5 +180,6 @@ def test_template_features_work_as_in_transformers(source: str) -> None:
     template = load_chat_template(source, tokenizer, summary)
     assert template is not None
     for messages in CHATS:
-        assert template.render(messages) == reference(folder).apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=True)
-
+        assert template.render(messages) == reference(folder).apply_chat_template(
+            messages, chat_template=source, tokenize=False, add_generation_prompt=True
+        )

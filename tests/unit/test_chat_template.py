@@ -13,7 +13,8 @@ from oarlock.frontend import chat
 from oarlock.frontend.chat import ChatTemplate, load_chat_template, missing_template
 from oarlock.model_summary import ModelSummary
 
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m['content'] + '' }}</{{ m.role }}>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m['content'] + '' }}</{{ m.role }}>\n{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}<assistant>{% endif %}"
 PARTS = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
 USER = [{"role": "user", "content": "hi"}]
 SUMMARY = ModelSummary("m", "LlamaForCausalLM")
@@ -90,7 +91,10 @@ def test_text_parts_are_joined_for_templates_that_want_text() -> None:
 
 
 def test_other_parts_are_refused_by_their_path() -> None:
-    messages = [*USER, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "http://x"}}]}]
+    messages = [
+        *USER,
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "http://x"}}]},
+    ]
     with pytest.raises(InvalidParameter) as caught:
         template(PLAIN).render(messages)
     assert caught.value.param == "messages[1].content[1]"

@@ -35,7 +35,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def summary(folder: Path, changes: dict[str, Any] | None = None, *, without: tuple[str, ...] = (), base: dict[str, Any] = LLAMA, **config: Any) -> ModelSummary:
+def summary(
+    folder: Path, changes: dict[str, Any] | None = None, *, without: tuple[str, ...] = (), base: dict[str, Any] = LLAMA, **config: Any
+) -> ModelSummary:
     values = {key: value for key, value in {**base, **(changes or {})}.items() if key not in without}
     (folder / "config.json").write_text(json.dumps(values))
     return load_summary(ModelConfig(str(folder), **config))
@@ -60,11 +62,28 @@ def test_needs_neither_torch_nor_transformers(folder: Path) -> None:
 
 
 def test_gpt2_and_opt_spell_their_sizes_differently(folder: Path) -> None:
-    gpt2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 512, "n_inner": None, "vocab_size": 50}
+    gpt2 = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 2,
+        "n_positions": 512,
+        "n_inner": None,
+        "vocab_size": 50,
+    }
     s = summary(folder, base=gpt2)
     assert (s.hidden_size, s.num_layers, s.num_heads, s.num_kv_heads, s.intermediate_size, s.max_model_len) == (32, 3, 2, 2, 128, 512)
     assert s.tie_word_embeddings is True and s.dtype == "float32"
-    opt = {"architectures": ["OPTForCausalLM"], "hidden_size": 32, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 99, "vocab_size": 50}
+    opt = {
+        "architectures": ["OPTForCausalLM"],
+        "hidden_size": 32,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 99,
+        "vocab_size": 50,
+    }
     assert summary(folder, base=opt).intermediate_size == 96
 
 
@@ -120,9 +139,14 @@ def test_model_max_length_allows_a_longer_context(folder: Path) -> None:
 def test_every_spelling_of_rope_settings_becomes_one(folder: Path) -> None:
     new = summary(folder, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 5e5}}).hf_config
     old = summary(folder, {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 5e5}).hf_config
-    assert new["rope_scaling"] == old["rope_scaling"] == {"rope_type": "yarn", "factor": 2.0} and new["rope_theta"] == old["rope_theta"] == 5e5
+    assert (
+        new["rope_scaling"] == old["rope_scaling"] == {"rope_type": "yarn", "factor": 2.0} and new["rope_theta"] == old["rope_theta"] == 5e5
+    )
     assert "rope_parameters" not in new
-    layers = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    layers = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
     gemma = summary(folder, {"rope_parameters": layers, "model_type": "gemma3_text"}).hf_config
     assert (gemma["rope_theta"], gemma["rope_local_base_freq"], gemma["rope_scaling"]) == (1e6, 1e4, {"rope_type": "linear", "factor": 8.0})
 
@@ -134,7 +158,9 @@ def test_the_flags_replace_the_configs_rope_settings(folder: Path) -> None:
     assert s.max_model_len == 12288
 
 
-@pytest.mark.parametrize("scaling", [{}, {"factor": 2.0}, {"type": "linear"}, {"rope_type": "yarn", "factor": 0}, {"type": "linear", "factor": "2"}])
+@pytest.mark.parametrize(
+    "scaling", [{}, {"factor": 2.0}, {"type": "linear"}, {"rope_type": "yarn", "factor": 0}, {"type": "linear", "factor": "2"}]
+)
 def test_an_incomplete_rope_scaling_is_refused(folder: Path, scaling: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         summary(folder, rope_scaling=scaling)
@@ -203,7 +229,12 @@ def test_disabling_the_window_is_refused_with_rope_scaling_and_model_max_length(
 # ---------------------------------------------------------------- other fields
 @pytest.mark.parametrize(
     ("changes", "dtype"),
-    [({"torch_dtype": "float16"}, "float16"), ({"dtype": "torch.float32"}, "float32"), ({"torch_dtype": None}, "float32"), ({"dtype": "half"}, "float16")],
+    [
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "torch.float32"}, "float32"),
+        ({"torch_dtype": None}, "float32"),
+        ({"dtype": "half"}, "float16"),
+    ],
 )
 def test_the_checkpoints_dtype(folder: Path, changes: dict[str, Any], dtype: str) -> None:
     assert summary(folder, {"torch_dtype": None, **changes}).dtype == dtype
@@ -243,14 +274,23 @@ def test_quantization_settings_come_from_the_config_or_a_file_beside_it(folder: 
 
 
 def test_overrides_win(folder: Path) -> None:
-    s = summary(folder, hf_overrides={"num_hidden_layers": 2, "architectures": ["MistralForCausalLM"], "rope_scaling": {"type": "linear", "factor": 2.0}})
+    s = summary(
+        folder,
+        hf_overrides={"num_hidden_layers": 2, "architectures": ["MistralForCausalLM"], "rope_scaling": {"type": "linear", "factor": 2.0}},
+    )
     assert (s.num_layers, s.architecture, s.max_model_len) == (2, "MistralForCausalLM", 8192)
 
 
 def test_a_composite_is_summarised_by_its_text_part(folder: Path) -> None:
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 6, "sliding_window": 1024,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # fmt: skip
-    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text, "torch_dtype": "bfloat16", "eos_token_id": [1, 106]}
+    outer = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": [1, 106],
+    }
     s = summary(folder, base=outer)
     assert (s.architecture, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size) == ("Gemma3ForCausalLM", 8, 4, 256, 262208)
     assert (s.max_model_len, s.dtype, s.eos_token_ids, s.tie_word_embeddings) == (131072, "bfloat16", (1, 106), True)

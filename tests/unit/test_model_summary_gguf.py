@@ -27,7 +27,9 @@ BASE: dict[str, Any] = {
 }
 
 
-def write(path: Path, architecture: str = "llama", keys: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None, **general: Any) -> Path:
+def write(
+    path: Path, architecture: str = "llama", keys: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None, **general: Any
+) -> Path:
     writer = gguf.GGUFWriter(str(path), architecture)
     for key, value in {**{f"{architecture}.{k}": v for k, v in {**BASE, **(keys or {})}.items() if v is not None}, **general}.items():
         name = key.replace("__", ".")
@@ -62,7 +64,14 @@ def summary(path: Path, **config: Any) -> ModelSummary:
 
 
 def test_every_value_type_is_read_as_the_reference_reads_it(path: Path) -> None:
-    general = {"a__text": "é\U0001f389", "a__flag": True, "a__float": 0.5, "a__ints": [1, 2, 3], "a__floats": [0.5, 0.25], "a__strings": ["x", "", "é"]}
+    general = {
+        "a__text": "é\U0001f389",
+        "a__flag": True,
+        "a__float": 0.5,
+        "a__ints": [1, 2, 3],
+        "a__floats": [0.5, 0.25],
+        "a__strings": ["x", "", "é"],
+    }
     write(path, **general)
     header = read_header(path, large_arrays=True)
     reference = gguf.GGUFReader(path)
@@ -95,7 +104,14 @@ def test_a_large_vocabulary_is_skipped_unless_wanted_and_quick(path: Path) -> No
 # ---------------------------------------------------------------- in config.json's words
 def test_a_llama_header_is_summarised(path: Path) -> None:
     s = summary(write(path, tokenizer__ggml__eos_token_id=2, tokenizer__ggml__eot_token_id=7, tokenizer__ggml__bos_token_id=1))
-    assert (s.architecture, s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads) == ("LlamaForCausalLM", 6, 64, 96, 4, 2)
+    assert (s.architecture, s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads) == (
+        "LlamaForCausalLM",
+        6,
+        64,
+        96,
+        4,
+        2,
+    )
     assert (s.head_dim, s.vocab_size, s.max_model_len, s.is_gguf, s.tie_word_embeddings) == (16, 50, 256, True, False)
     assert (s.eos_token_ids, s.bos_token_id, s.dtype) == ((2, 7), 1, "float16")
     assert s.hf_config["rope_theta"] == 5000.0 and s.hf_config["rms_norm_eps"] == pytest.approx(1e-6)
@@ -134,13 +150,19 @@ def test_architectures_have_their_hugging_face_names(path: Path, architecture: s
     if architecture == "gemma3":
         assert s.layer_windows == (16, 16, 16, 16, 16, None) and s.hf_config["rope_local_base_freq"] == 10000.0
     if "expert_count" in keys:
-        assert s.hf_config["num_experts" if architecture == "qwen3moe" else "num_local_experts"] == 8 and s.hf_config["num_experts_per_tok"] == 2
+        assert (
+            s.hf_config["num_experts" if architecture == "qwen3moe" else "num_local_experts"] == 8
+            and s.hf_config["num_experts_per_tok"] == 2
+        )
 
 
 def test_rope_scaling_is_read_from_keys(path: Path) -> None:
     keys = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
     s = summary(write(path, "qwen2", keys))
-    assert s.hf_config["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128} and s.max_model_len == 512
+    assert (
+        s.hf_config["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+        and s.max_model_len == 512
+    )
 
 
 def test_rope_scaling_is_read_from_tensors(path: Path) -> None:
@@ -152,9 +174,15 @@ def test_rope_scaling_is_read_from_tensors(path: Path) -> None:
     keys = {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.25}
     s = summary(write(path, "phi3", keys, tensors))
     assert s.hf_config["rope_scaling"] == {
-        "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0], "original_max_position_embeddings": 64, "attention_factor": 1.25,
+        "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0], "original_max_position_embeddings": 64,
+        "attention_factor": 1.25,
     }  # fmt: skip
     assert s.max_model_len == 256
+
+
+def test_a_rotary_part_of_the_head_is_read(path: Path) -> None:
+    assert summary(write(path, "phi3", {"rope.dimension_count": 12})).hf_config["partial_rotary_factor"] == 0.75
+    assert "partial_rotary_factor" not in summary(write(path, "phi3", {"rope.dimension_count": 16})).hf_config
 
 
 def test_flags_act_on_a_gguf_file_too(path: Path) -> None:
@@ -194,7 +222,10 @@ def test_damage_is_an_error_and_never_a_crash(path: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize(("data", "words"), [(b"GGML....", "not a GGUF file"), (b"GGUF" + struct.pack("<I", 1), "version 1"), (b"GGUF" + struct.pack(">I", 3), "big-endian")])
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [(b"GGML....", "not a GGUF file"), (b"GGUF" + struct.pack("<I", 1), "version 1"), (b"GGUF" + struct.pack(">I", 3), "big-endian")],
+)
 def test_other_formats_are_told_apart(path: Path, data: bytes, words: str) -> None:
     path.write_bytes(data)
     with pytest.raises(ModelError, match=words):

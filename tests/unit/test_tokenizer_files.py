@@ -39,7 +39,15 @@ def write(path: Path, **keys: Any) -> Path:
 
 
 def byte_level(path: Path, **changes: Any) -> Tokenizer:
-    keys = {"model": "gpt2", "pre": "gpt-2", "tokens": TOKENS, "token_type": TYPES, "merges": MERGES, "eos_token_id": END, "bos_token_id": END}
+    keys = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": TOKENS,
+        "token_type": TYPES,
+        "merges": MERGES,
+        "eos_token_id": END,
+        "bos_token_id": END,
+    }
     return load(write(path, **{key: value for key, value in {**keys, **changes}.items() if value is not None}))
 
 
@@ -73,8 +81,16 @@ def test_the_pre_tokenizer_decides_where_words_end(path: Path) -> None:
     assert words(byte_level(path), "e\u0301") == ["e", "Ì", "ģ"]
 
 
-@pytest.mark.parametrize(("changes", "start", "end"), [({}, False, False), ({"add_bos_token": True}, True, False), ({"add_eos_token": True}, False, True),
-                                                       ({"pre": "llama-bpe"}, True, False), ({"pre": "llama-bpe", "add_bos_token": False}, False, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "start", "end"),
+    [
+        ({}, False, False),
+        ({"add_bos_token": True}, True, False),
+        ({"add_eos_token": True}, False, True),
+        ({"pre": "llama-bpe"}, True, False),
+        ({"pre": "llama-bpe", "add_bos_token": False}, False, False),
+    ],
+)
 def test_bos_and_eos_are_added_when_the_file_says_so(path: Path, changes: dict[str, Any], start: bool, end: bool) -> None:
     tokenizer = byte_level(path, **changes)
     assert words(tokenizer, "hello") == ["<|end|>"] * start + ["hello"] + ["<|end|>"] * end
@@ -115,9 +131,16 @@ def test_broken_vocabularies_are_refused_by_name(path: Path, changes: dict[str, 
 def sentencepiece_model() -> Any:
     sentencepiece = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
-    lines = ["hello world, hello there", "the quick brown fox jumps over the lazy dog", "a b c d e f 1 2 3", "日本語 テキスト", "def f(x): return x"] * 20
+    lines = [
+        "hello world, hello there",
+        "the quick brown fox jumps over the lazy dog",
+        "a b c d e f 1 2 3",
+        "日本語 テキスト",
+        "def f(x): return x",
+    ] * 20
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=420, model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=420, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity",
         remove_extra_whitespaces=False, user_defined_symbols=["<tool>"], minloglevel=2, hard_vocab_limit=False,
     )  # fmt: skip
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
@@ -125,14 +148,18 @@ def sentencepiece_model() -> Any:
 
 def from_model(path: Path, model: Any, **keys: Any) -> Tokenizer:
     size = model.get_piece_size()
-    kinds = [6 if model.is_byte(i) else 3 if model.is_control(i) else 2 if model.is_unknown(i) else 4 if model.id_to_piece(i) == "<tool>" else 1 for i in range(size)]
+    kinds = [
+        6 if model.is_byte(i) else 3 if model.is_control(i) else 2 if model.is_unknown(i) else 4 if model.id_to_piece(i) == "<tool>" else 1
+        for i in range(size)
+    ]
     pieces, scores = [model.id_to_piece(i) for i in range(size)], [model.get_score(i) for i in range(size)]
     ids = {"unknown_token_id": model.unk_id(), "bos_token_id": model.bos_id(), "eos_token_id": model.eos_id()}
     return load(write(path, model="llama", pre="default", tokens=pieces, scores=scores, token_type=kinds, **ids, **keys))
 
 
 @pytest.mark.parametrize(
-    "text", ["hello world", "  two  spaces", "the foxes, 12", "unseen: ÿ 🎉 日本", "", " ", "\n\ttabs", "jumps   over", "hello日本語there", "▁x"]
+    "text",
+    ["hello world", "  two  spaces", "the foxes, 12", "unseen: ÿ 🎉 日本", "", " ", "\n\ttabs", "jumps   over", "hello日本語there", "▁x"],
 )
 def test_a_sentencepiece_vocabulary_encodes_as_sentencepiece_does(path: Path, sentencepiece_model: Any, text: str) -> None:
     tokenizer = from_model(path, sentencepiece_model)
@@ -173,7 +200,9 @@ def test_special_tokens_are_also_found_in_their_own_file(tmp_path: Path) -> None
     assert tokenizer.eos_token_id == 257
 
 
-@pytest.mark.parametrize(("flags", "expected"), [({}, "ab"), ({"add_bos_token": True}, "<s>ab"), ({"add_bos_token": True, "add_eos_token": True}, "<s>ab</s>")])
+@pytest.mark.parametrize(
+    ("flags", "expected"), [({}, "ab"), ({"add_bos_token": True}, "<s>ab"), ({"add_bos_token": True, "add_eos_token": True}, "<s>ab</s>")]
+)
 def test_a_folders_flags_add_bos_and_eos(tmp_path: Path, flags: dict[str, bool], expected: str) -> None:
     assert "".join(words(load(save(tmp_path, bos_token="<s>", eos_token="</s>", **flags)), "ab")) == expected
 
@@ -202,7 +231,9 @@ def test_another_tokenizer_can_be_named(tmp_path: Path, path: Path) -> None:
 
 def test_missing_and_broken_folders_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(ModelError, match=r"no tokenizer\.json.*other tokenizer files: tokenizer\.model.*--tokenizer.*--skip-tokenizer-init"):
+    with pytest.raises(
+        ModelError, match=r"no tokenizer\.json.*other tokenizer files: tokenizer\.model.*--tokenizer.*--skip-tokenizer-init"
+    ):
         load(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "mod')
     with pytest.raises(ModelError, match="tokenizer files cannot be read"):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.meta
@@ -86,7 +86,8 @@ class ChatTemplate:
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidParameter(
-                "continue_final_message and add_generation_prompt exclude each other; set one of them to false", param="continue_final_message"
+                "continue_final_message and add_generation_prompt exclude each other; set one of them to false",
+                param="continue_final_message",
             )
         chat = [_checked(message, at) for at, message in enumerate(messages)]
         if kwargs.pop("_flatten", True) and any(isinstance(message.get("content"), list) for message in chat) and not self.takes_parts:
@@ -152,7 +153,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks the assistant's text for training; here its body is simply rendered."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  as the base class declares it
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
@@ -179,13 +180,25 @@ def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
         for piece in template.generate(variables):
             size += len(piece)
             if size > MAX_RENDERED_CHARS:
-                raise InvalidParameter(f"the chat template makes more than {MAX_RENDERED_CHARS} characters of these messages", param="messages")
+                raise InvalidParameter(
+                    f"the chat template makes more than {MAX_RENDERED_CHARS} characters of these messages", param="messages"
+                )
             if time.monotonic() - start > MAX_RENDER_S:
                 raise InvalidParameter(f"the chat template took more than {MAX_RENDER_S:.0f} s for these messages", param="messages")
             pieces.append(piece)
     except TemplateError as error:
         raise InvalidParameter(f"the model's chat template refuses these messages: {error}", param="messages") from None
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError) as error:
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         raise InvalidParameter(f"the model's chat template cannot render these messages: {error}", param="messages") from None
     return "".join(pieces)
 
@@ -224,6 +237,8 @@ def _mark_final(chat: list[dict[str, Any]]) -> None:
 def _cut_at_mark(text: str) -> str:
     at = text.rfind(_MARK.strip())
     if at < 0:
-        raise InvalidParameter("the chat template drops the end of the last message, so it cannot be continued", param="continue_final_message")
+        raise InvalidParameter(
+            "the chat template drops the end of the last message, so it cannot be continued", param="continue_final_message"
+        )
     # A template that strips its messages took the mark's space with it, and would have taken the message's own.
     return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()

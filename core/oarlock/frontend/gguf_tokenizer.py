@@ -18,9 +18,7 @@ from oarlock.gguf_header import GGUFHeader
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _METASPACE = "\u2581"
 
-_WORDS_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_WORDS_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS_QWEN2 = _WORDS_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _WORDS_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS_TEKKEN = (
@@ -59,7 +57,9 @@ def build_tokenizer(header: GGUFHeader) -> Tokenizer:
     elif kind == "llama":
         tokenizer = _sentencepiece(header, tokens)
     else:
-        raise ModelError(f"{header.path}: vocabularies of kind {kind!r} are not supported, gpt2 and llama are; give another with --tokenizer")
+        raise ModelError(
+            f"{header.path}: vocabularies of kind {kind!r} are not supported, gpt2 and llama are; give another with --tokenizer"
+        )
     vocab_size = tokenizer.get_vocab_size()
     control = [token for token, type_ in zip(tokens, types, strict=True) if type_ == _CONTROL]
     own = [token for token, type_ in zip(tokens, types, strict=True) if type_ == _USER_DEFINED and tokenizer.token_to_id(token) is not None]
@@ -84,7 +84,9 @@ def byte_alphabet() -> dict[str, int]:
 def _byte_level(header: GGUFHeader, tokens: list[str], types: list[int]) -> Tokenizer:
     pre = header.metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _WORDS:
-        raise ModelError(f"{header.path}: the pre-tokenizer {pre!r} is not known ({', '.join(_WORDS)} are); give a tokenizer with --tokenizer")
+        raise ModelError(
+            f"{header.path}: the pre-tokenizer {pre!r} is not known ({', '.join(_WORDS)} are); give a tokenizer with --tokenizer"
+        )
     alphabet = byte_alphabet()
     spelling = {byte: char for char, byte in alphabet.items()}
     characters = alphabet.keys()

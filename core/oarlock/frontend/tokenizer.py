@@ -212,7 +212,11 @@ def _from_gguf(path: str) -> Tokenizer:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     named = {key: text for key, name in names.items() if (text := text_of(name)) is not None}
     template: Any = meta.get("tokenizer.chat_template")
-    extra = {name: meta[f"tokenizer.chat_template.{name}"] for name in meta.get("tokenizer.chat_templates") or () if f"tokenizer.chat_template.{name}" in meta}
+    extra = {
+        name: meta[f"tokenizer.chat_template.{name}"]
+        for name in meta.get("tokenizer.chat_templates") or ()
+        if f"tokenizer.chat_template.{name}" in meta
+    }
     if extra and template:
         template = {"default": template, **extra}
     return Tokenizer(
@@ -230,7 +234,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     settings = _read_json(folder / "tokenizer_config.json")
     settings = {**_read_json(folder / "special_tokens_map.json"), **settings}
     named = {key: text for key in ("bos_token", "eos_token", "unk_token", "pad_token") if (text := _text(settings.get(key)))}
-    backend = _backend(folder, named)
+    backend = _backend(folder, named, add_prefix_space=bool(settings.get("add_prefix_space")))
     if backend.normalizer is None and str(settings.get("tokenizer_class", "")).startswith("Qwen2Tokenizer"):
         backend.normalizer = normalizers.NFC()  # this class always normalises; conversions lose it from tokenizer.json
     # The two flags, where they are given, win over what tokenizer.json puts around a text.
@@ -238,7 +242,9 @@ def _from_folder(folder: Path) -> Tokenizer:
         ends = {key: named.get(key) if settings.get(f"add_{key}") else None for key in ("bos_token", "eos_token")}
         pairs = {token: backend.token_to_id(token) for token in ends.values() if token}
         pieces = [ends["bos_token"], "$A", ends["eos_token"]]
-        backend.post_processor = processors.TemplateProcessing(single=[piece for piece in pieces if piece], special_tokens=list(pairs.items()))
+        backend.post_processor = processors.TemplateProcessing(
+            single=[piece for piece in pieces if piece], special_tokens=list(pairs.items())
+        )
     backend.no_truncation()
     backend.no_padding()
     return Tokenizer(
@@ -252,7 +258,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     )
 
 
-def _backend(folder: Path, named: dict[str, str]) -> RustTokenizer:
+def _backend(folder: Path, named: dict[str, str], *, add_prefix_space: bool) -> RustTokenizer:
     """From tokenizer.json, else from the two files of byte-level BPE (GPT-2, OPT)."""
     whole, vocab, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
     try:
@@ -260,7 +266,7 @@ def _backend(folder: Path, named: dict[str, str]) -> RustTokenizer:
             return RustTokenizer.from_file(str(whole))
         if vocab.is_file() and merges.is_file():
             backend = RustTokenizer(BPE.from_file(str(vocab), str(merges)))
-            backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
             backend.decoder = decoders.ByteLevel()
             backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in dict.fromkeys(named.values())])
             return backend

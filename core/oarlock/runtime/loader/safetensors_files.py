@@ -32,11 +32,15 @@ class SafetensorsCheckpoint(Checkpoint):
         for file in files:
             for name, shape in read_shapes(file).items():
                 if name in self._home:
-                    raise WeightMismatch(f"tensor {name} is in both {self._home[name].name} and {file.name} of {folder}; remove one of them")
+                    raise WeightMismatch(
+                        f"tensor {name} is in both {self._home[name].name} and {file.name} of {folder}; remove one of them"
+                    )
                 self._home[name], self._shapes[name] = file, shape
         for name, shard in (safetensors_index(Path(folder)) or {}).items():
             if self._home.get(name, Path()).name != Path(shard).name:
-                raise WeightMismatch(f"{folder}: the index says that tensor {name} is in {shard}, but it is not there; fetch the model again")
+                raise WeightMismatch(
+                    f"{folder}: the index says that tensor {name} is in {shard}, but it is not there; fetch the model again"
+                )
         self._open: dict[Path, Any] = {}
 
     def names(self) -> set[str]:

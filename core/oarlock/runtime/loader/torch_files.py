@@ -105,7 +105,8 @@ class NumpyCacheCheckpoint(Checkpoint):
         if name not in self._dtypes:
             raise WeightMismatch(f"the checkpoint has no tensor {name}")
         try:
-            return np.load(self._folder / name, mmap_mode="r", allow_pickle=False)
+            array: np.ndarray = np.load(self._folder / name, mmap_mode="r", allow_pickle=False)
+            return array
         except (OSError, ValueError) as error:
             raise WeightMismatch(f"tensor {name} in {self._folder} cannot be read: {error}; delete that folder") from None
 
