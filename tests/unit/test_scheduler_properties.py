@@ -46,7 +46,7 @@ def setups(draw) -> Setup:
     size = draw(st.sampled_from([1, 4]))
     groups = draw(st.sampled_from([FULL, HYBRID]))
     blocks = draw(st.integers(3, 24)) * len(groups) * (4 if size == 1 else 1)
-    table = BUCKETS if chunked and draw(st.integers(0, 3)) == 0 else BucketTable()
+    table = BUCKETS if draw(st.integers(0, 3)) == 0 else BucketTable()
     return Setup(config, groups, blocks, size, host, draw(st.booleans()), table)
 
 
@@ -91,7 +91,7 @@ def check_result(drive: Drive, source: EngineRequest) -> None:
             assert [x.logprob for x in first.prompt_logprobs[1:]] == [-float(i) for i in range(1, len(source.prompt_token_ids))]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(setup=setups(), data=st.data())
 def test_any_sequence_of_actions_keeps_invariants_and_tokens(setup: Setup, data: st.DataObject) -> None:
     manager = KVCacheManager(setup.groups, setup.num_blocks, setup.block_size, setup.caching, setup.host_blocks)
@@ -120,8 +120,8 @@ def test_any_sequence_of_actions_keeps_invariants_and_tokens(setup: Setup, data:
             if reason == "stop":
                 ended = range(count) if index is None else [index] if index < count else []
                 stopped |= {(source.request_id, i) for i in ended if (source.request_id, i) not in before}
-        elif action == "fail" and len(drive.in_flight) == 1:
-            step, _ = drive.in_flight.pop()
+        elif action == "fail" and drive.in_flight:
+            step, _ = drive.in_flight.pop(data.draw(st.sampled_from([0, -1])))  # -1: it failed to launch
             drive.take(scheduler.fail_step(step, "the device said no"))
         elif action == "reset":
             scheduler.reset_prefix_cache()

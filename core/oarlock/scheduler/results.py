@@ -135,12 +135,13 @@ class Results:
         return []
 
     def _grow(self, beams: list[Branch], extensions: list[Extension]) -> None:
-        """Make the branches of the next step: a parent lives on as its best child, its other children are forks of it."""
+        """Make the branches of the next step, best first: a parent lives on as its best child, its other children are forks of it."""
         chosen = {e.parent for e in extensions}
         for at, beam in enumerate(beams):
             if at not in chosen:
                 self._life.finish(beam)
         grown: set[int] = set()
+        children: list[Branch] = []
         states = {p: (len(beams[p].tokens), list(beams[p].logprobs)) for p in chosen}
         for e in extensions:
             parent = beams[e.parent]
@@ -156,6 +157,8 @@ class Results:
             child.logprobs = [*logprobs, e.position]
             child.cumulative_logprob = e.cumulative_logprob
             child.candidates = None
+            children.append(child)
+        beams[0].request.branches[:] = children  # in rank order, by which ties are broken
 
     def _finish_beams(self, request: Request, search: BeamSearch) -> list[EngineOutput]:
         """The n best hypotheses, best first, are the outputs."""

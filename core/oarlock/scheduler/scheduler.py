@@ -254,7 +254,7 @@ class Scheduler:
         life = self._life
         if life.preempting or life.draining:
             return 0  # blocks come free when their steps have drained
-        if any([self._manager.trim(b.branch_id, b.num_computed) for b in life.running]):
+        if any(self._manager.trim(b.branch_id, b.num_computed) for b in life.running):
             return size
         victim, unit = life.running.last(), branch.request.unit(branch)
         if victim not in unit:
