@@ -113,7 +113,15 @@ class _Known:
 class KVCheckingWorker:
     """Executes steps at once; the test decides when the scheduler sees the results."""
 
-    def __init__(self, groups: tuple[KVGroup, ...], num_blocks: int, block_size: int, num_host_blocks: int = 0, vocab: int = 11, max_num_seqs: int = 256) -> None:
+    def __init__(
+        self,
+        groups: tuple[KVGroup, ...],
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        vocab: int = 11,
+        max_num_seqs: int = 256,
+    ) -> None:
         self.groups, self.block_size, self.vocab, self.max_num_seqs = groups, block_size, vocab, max_num_seqs
         self.kv: list[list[object]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[object]] = [["never written"] * block_size for _ in range(num_host_blocks)]
@@ -212,7 +220,9 @@ class KVCheckingWorker:
             for position in range(first, end):
                 block = known.tables[g][position // self.block_size]
                 found = self.kv[block][position % self.block_size] if block else "null block"
-                assert found == (g, known.hash_at(position)), f"branch {known.new.branch_id} group {g} position {position}: wrong KV in block {block}: {found}"
+                assert found == (g, known.hash_at(position)), (
+                    f"branch {known.new.branch_id} group {g} position {position}: wrong KV in block {block}: {found}"
+                )
 
 
 class Drive:
@@ -274,7 +284,9 @@ class Drive:
             self.scheduler.check_invariants()
 
 
-def request(request_id: str, prompt: list[int] | tuple[int, ...], eos: tuple[int, ...] = (), salt: str | None = None, priority: int = 0, **params) -> EngineRequest:
+def request(
+    request_id: str, prompt: list[int] | tuple[int, ...], eos: tuple[int, ...] = (), salt: str | None = None, priority: int = 0, **params
+) -> EngineRequest:
     params.setdefault("max_tokens", 8)
     if params.get("use_beam_search"):
         params.setdefault("temperature", 0.0)

@@ -18,7 +18,9 @@ from oarlock.shapes import BucketTable, ShapePolicy
 def drive(groups=FULL, num_blocks: int = 200, vocab: int = 11, host: int = 0, caching: bool = True, **config) -> Drive:
     manager = KVCacheManager(groups, num_blocks, 4, caching, host)
     scheduler = Scheduler(SchedulerConfig(**config), manager, ShapePolicy(BucketTable()), 64, clock=lambda: 0.0)
-    return Drive(scheduler, KVCheckingWorker(groups, num_blocks, 4, host, vocab, scheduler._config.max_num_seqs), config.get("max_in_flight", 1))
+    return Drive(
+        scheduler, KVCheckingWorker(groups, num_blocks, 4, host, vocab, scheduler._config.max_num_seqs), config.get("max_in_flight", 1)
+    )
 
 
 def found(d: Drive, source: EngineRequest) -> list[tuple[tuple[int, ...], str]]:

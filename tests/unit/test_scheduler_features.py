@@ -14,10 +14,21 @@ from oarlock.scheduler.scheduler import Scheduler
 from oarlock.shapes import BucketTable, ShapePolicy
 
 
-def drive(groups=FULL, num_blocks: int = 100, host: int = 0, caching: bool = True, table=None, clock=lambda: 0.0, max_model_len: int = 64, **config) -> Drive:
+def drive(
+    groups=FULL,
+    num_blocks: int = 100,
+    host: int = 0,
+    caching: bool = True,
+    table=None,
+    clock=lambda: 0.0,
+    max_model_len: int = 64,
+    **config,
+) -> Drive:
     manager = KVCacheManager(groups, num_blocks, 4, caching, host)
     scheduler = Scheduler(SchedulerConfig(**config), manager, ShapePolicy(table or BucketTable()), max_model_len, clock=clock)
-    return Drive(scheduler, KVCheckingWorker(groups, num_blocks, 4, host, 11, scheduler._config.max_num_seqs), config.get("max_in_flight", 1))
+    return Drive(
+        scheduler, KVCheckingWorker(groups, num_blocks, 4, host, 11, scheduler._config.max_num_seqs), config.get("max_in_flight", 1)
+    )
 
 
 def eos_of(prompt: list[int], at: int) -> tuple[int, ...]:
@@ -272,7 +283,9 @@ def test_preempted_requests_keep_their_output_tokens(depth: int, mode: str, host
     assert stats.num_preemptions > 0 and (stats.num_swap_outs > 0) == (mode == "swap")
     for source in sources:
         for index in range(source.params.n):
-            assert (d.tokens[source.request_id, index], d.ends[source.request_id, index].finish_reason) == expected_tokens(source, index, 11, 64)
+            assert (d.tokens[source.request_id, index], d.ends[source.request_id, index].finish_reason) == expected_tokens(
+                source, index, 11, 64
+            )
 
 
 def test_failed_row_ends_its_request_only() -> None:

@@ -10,7 +10,14 @@ from oarlock.scheduler.scheduler import Scheduler
 from oarlock.shapes import BucketTable, ShapePolicy
 
 
-def trace(requests: list[EngineRequest], num_blocks: int = 50, caching: bool = False, host: int = 0, later: dict[int, EngineRequest] | None = None, **config) -> str:
+def trace(
+    requests: list[EngineRequest],
+    num_blocks: int = 50,
+    caching: bool = False,
+    host: int = 0,
+    later: dict[int, EngineRequest] | None = None,
+    **config,
+) -> str:
     """Run to the end with block_size 4; `later`: request by the number of the step before which it arrives."""
     manager = KVCacheManager(FULL, num_blocks, 4, caching, host)
     scheduler = Scheduler(SchedulerConfig(**config), manager, ShapePolicy(BucketTable()), 100, clock=lambda: 0.0)
@@ -54,7 +61,10 @@ def test_chunks_run_beside_decode_rows_and_within_the_budget() -> None:
 
 def test_without_chunks_a_prompt_waits_until_it_fits_whole() -> None:
     found = trace(
-        [request("a", range(3), max_tokens=3), request("b", range(6), max_tokens=2)], max_num_batched_tokens=8, max_num_seqs=4, enable_chunked_prefill=False
+        [request("a", range(3), max_tokens=3), request("b", range(6), max_tokens=2)],
+        max_num_batched_tokens=8,
+        max_num_seqs=4,
+        enable_chunked_prefill=False,
     )
     check(
         found,
@@ -113,7 +123,9 @@ def test_latest_branch_is_recomputed_when_blocks_run_out() -> None:
 
 
 def test_swapped_branch_comes_back_without_recomputing() -> None:
-    found = trace([request("a", range(4), max_tokens=6), request("b", range(4), max_tokens=4)], num_blocks=4, host=4, preemption_mode="swap")
+    found = trace(
+        [request("a", range(4), max_tokens=6), request("b", range(4), max_tokens=4)], num_blocks=4, host=4, preemption_mode="swap"
+    )
     check(
         found,
         """

@@ -105,7 +105,9 @@ class BlockPool:
         assert len(blank) == len(self._blank), "a block is twice in the free list"
         assert self._refs[NULL_BLOCK] == 0 and NULL_BLOCK not in blank | reusable, "the null block was handed out"
         for block in range(1, self.num_blocks):
-            assert self._refs[block] == held.get(block, 0), f"block {block}: {self._refs[block]} references, held {held.get(block, 0)} times"
+            assert self._refs[block] == held.get(block, 0), (
+                f"block {block}: {self._refs[block]} references, held {held.get(block, 0)} times"
+            )
             states = (self._refs[block] > 0) + (block in blank) + (block in reusable)
             assert states == 1, f"block {block} is in {states} states"
             assert (block in reusable) <= (self._keys[block] is not None), f"reusable block {block} has no content"

@@ -63,7 +63,10 @@ class KVCacheManager:
     ) -> None:
         for group in groups:
             if group.kind not in ("full", "window") or (group.kind == "window") != (group.window is not None):
-                raise ConfigError(f"KV group {group.group_id} is of kind {group.kind!r} with window {group.window}; only full groups and windows of some length are built")
+                raise ConfigError(
+                    f"KV group {group.group_id} is of kind {group.kind!r} with window {group.window}; "
+                    "only full groups and windows of some length are built"
+                )
         self.groups, self.block_size = groups, block_size
         self.windows = tuple(g.window for g in groups)
         self.enable_prefix_caching = enable_prefix_caching
@@ -153,7 +156,10 @@ class KVCacheManager:
             for g, window in enumerate(self.windows):
                 if window is None:
                     continue
-                missing = next((i for i in range(count - 1, self._first_visible(count, window) - 1, -1) if self._pool.find((g, hashes[i])) is None), None)
+                missing = next(
+                    (i for i in range(count - 1, self._first_visible(count, window) - 1, -1) if self._pool.find((g, hashes[i])) is None),
+                    None,
+                )
                 if missing is not None:  # every longer prefix that ends above `missing` needs it, too
                     count, settled = missing, False
         if not count:
@@ -265,7 +271,9 @@ class KVCacheManager:
                 if block != NULL_BLOCK:
                     self._pool.hold(block)
         live = [min(first, width) for first in table.first_live]
-        self._tables[child] = _Table(blocks, live, [0] * len(blocks), num_registered=min(table.num_registered, num_tokens // self.block_size))
+        self._tables[child] = _Table(
+            blocks, live, [0] * len(blocks), num_registered=min(table.num_registered, num_tokens // self.block_size)
+        )
 
     def free(self, branch_id: int) -> None:
         """Give back everything a branch holds, on the device or the host; nothing if it holds nothing. Last blocks first."""

@@ -62,7 +62,9 @@ class Scheduler:
         clock: Callable[[], float] = time.time,
     ) -> None:
         if config.preemption_mode == "swap" and not manager.num_host_blocks:
-            raise ConfigError("preemption_mode is swap, but there is no host block; give some swap space, or choose recompute", "preemption_mode")
+            raise ConfigError(
+                "preemption_mode is swap, but there is no host block; give some swap space, or choose recompute", "preemption_mode"
+            )
         self._config, self._manager, self._policy = config, manager, policy
         self._max_model_len, self._seed, self._clock = max_model_len, seed, clock
         self._budget = token_budget(config, max_model_len)
@@ -164,9 +166,18 @@ class Scheduler:
                 break
             if not alone and not self._delay.is_open(self._clock() - branch.request.source.arrival_s):
                 break
-            if not alone and self._blocked is not None and self._blocked[0] == branch.branch_id and self._blocked[1] >= self._manager.num_free:
+            if (
+                not alone
+                and self._blocked is not None
+                and self._blocked[0] == branch.branch_id
+                and self._blocked[1] >= self._manager.num_free
+            ):
                 break
-            in_place = self._place_swapped(branch, plan, alone=alone) if branch.branch_id in life.swapped else self._place(branch, plan, alone=alone)
+            in_place = (
+                self._place_swapped(branch, plan, alone=alone)
+                if branch.branch_id in life.swapped
+                else self._place(branch, plan, alone=alone)
+            )
             if not in_place:
                 break
             self._blocked = None
@@ -241,7 +252,9 @@ class Scheduler:
         end = start + size
         emits = branch.emits_at(end)
         branch.banned = banned_tokens(branch) if emits else ()
-        plan.add(branch, ScheduledRow(branch.branch_id, start, size, emits, branch.banned), self._manager.width(self._limits.with_lookahead(end)))
+        plan.add(
+            branch, ScheduledRow(branch.branch_id, start, size, emits, branch.banned), self._manager.width(self._limits.with_lookahead(end))
+        )
         branch.num_scheduled = end
         branch.num_pending += emits
         branch.in_flight += 1
@@ -375,7 +388,12 @@ class Scheduler:
         assert life.seats_free() >= 0, "more branches run than there are seats"
         for branch in life.branches.values():
             where = (branch in life.waiting, branch in life.running, branch.branch_id in life.preempting, branch.branch_id in life.draining)
-            expected = {Status.RUNNING: (0, 1, 0, 0), Status.PREEMPTING: (0, 0, 1, 0), Status.DRAINING: (0, 0, 0, 1), Status.UNBORN: (0, 0, 0, 0)}
+            expected = {
+                Status.RUNNING: (0, 1, 0, 0),
+                Status.PREEMPTING: (0, 0, 1, 0),
+                Status.DRAINING: (0, 0, 0, 1),
+                Status.UNBORN: (0, 0, 0, 0),
+            }
             if branch.status is Status.WAITING:
                 is_first = branch is branch.request.unit(branch)[0]
                 assert where == (is_first, False, False, False), f"waiting branch {branch.branch_id} is in {where}"
