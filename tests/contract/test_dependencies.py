@@ -14,8 +14,8 @@ from source_code import CORE, ROOT, imports, packages_outside_core, python_files
 DISTRIBUTIONS = {"google": "protobuf", "sentencepiece": "sentencepiece", "yaml": "pyyaml", "zmq": "pyzmq"}
 # torch is the device package's affair (a requirement of ours would bring the wrong build).
 FROM_THE_DEVICE = {"torch"}
-# Imported where a user asks for them, with an error that names them where they are missing.
-OPTIONAL = {"transformers"}
+# Imported only where a user asks for them: a family without a native file, the kit's pytest plugin.
+OPTIONAL = {"pytest", "transformers"}
 
 
 def declared(pyproject: Path, extra: str | None = None) -> set[str]:
