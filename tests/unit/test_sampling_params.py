@@ -191,3 +191,19 @@ def test_beam_search_params_become_the_same_search():
         assert caught.value.param == param
     with pytest.raises(InvalidParameter, match="temperature"):
         BeamSearchParams(2, 4, temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.2),
+        ("logit_bias", {5: 1.0}),
+        ("logits_processors", [lambda ids, logits: logits]),
+    ],
+)
+def test_beams_refuse_what_would_change_probabilities(field, value):
+    with pytest.raises(InvalidParameter, match=field) as caught:
+        SamplingParams(use_beam_search=True, n=2, **{field: value})
+    assert caught.value.param == field

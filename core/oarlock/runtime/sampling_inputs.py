@@ -107,7 +107,9 @@ def logprob_wants(runner: Any, emitting: Emitting) -> dict[int, tuple[int, int]]
         if p.logprobs is not None:
             top = runner.model.vocab_size if p.logprobs < 0 else p.logprobs
         if p.use_beam_search:
-            top = max(top, 2 * p.num_branches)
+            # The engine drops banned candidates from this list and must still find two for each beam.
+            candidates = 2 * p.num_branches + len(scheduled.banned_token_ids)
+            top = max(top, candidates if row.allowed is None else runner.model.vocab_size)
         elif p.num_branches > p.n:
             top = max(top, 0)
         if top >= 0:

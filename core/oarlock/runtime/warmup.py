@@ -63,7 +63,7 @@ def _sampling(runner: Any, rows: int) -> None:
         return
     width = runner.history_width(1)
     _run(runner, "sample", {"rows": rows, "bias": BIAS_BUCKET, "mask": 1, "history": width}, {"logits": logits})
-    for top in {runner.top_bucket(0)} | ({runner.model.vocab_size} if runner.limits.max_logprobs < 0 else set()):
+    for top in {runner.top_bucket(0), runner.model.vocab_size}:
         _run(runner, "logprobs", {"rows": rows, "picks": rows, "top": top}, {"logits": logits, "sampled": tokens})
 
 
