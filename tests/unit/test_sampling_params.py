@@ -84,9 +84,10 @@ def test_value_in_range_is_kept_in_one_form(name, value, kept):
 
 
 def test_numbers_survive_a_second_validation():
-    once = SamplingParams(n=2, logit_bias={1: 2}, top_k=-1, seed=-1, max_tokens=None, use_beam_search=True)
-    assert dataclasses.replace(once) == once
-    assert pickle.loads(pickle.dumps(once)) == once == copy.deepcopy(once)
+    for fields in ({"logit_bias": {1: 2}, "top_k": -1, "seed": -1}, {"n": 2, "use_beam_search": True}):
+        once = SamplingParams(max_tokens=None, **fields)
+        assert dataclasses.replace(once) == once
+        assert pickle.loads(pickle.dumps(once)) == once == copy.deepcopy(once)
 
 
 def test_params_cannot_be_changed():
