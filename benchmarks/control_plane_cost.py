@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 import oarlock
+import torch
 from oarlock.backend_api import Capabilities
 from oarlock.backend_api.runtime import Device, GraphRunner
 from oarlock.config.sections import EngineConfig, ModelConfig, SchedulerConfig
