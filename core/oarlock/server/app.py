@@ -89,8 +89,11 @@ class _Life:
             state = ServerState(self.resolved.engine, self.resolved.server, self.resolved.server.api_keys)
             http = HttpServer(make_app(state), self.resolved.server)
             serving = loop.create_task(http.serve(sockets=[self.sock]))
-            await self._first(boot, self.stop.wait())
+            await self._first(boot, self.stop.wait(), serving)
+            if serving.done():
+                serving.result()  # raises why it could not serve
             if not boot.done():
+                self._kill_engine()  # nothing to drain, and a loading engine listens to nobody
                 return 128 + self.signal
             state.ready(*boot.result())
             self._watch_engine(state)
@@ -190,13 +193,17 @@ class _Life:
         self.stop.set()
 
     def _exit_now(self, code: int) -> None:
-        """A second signal: nothing is waited for. The engine process is killed, its workers die with it."""
+        """A second signal: nothing is waited for."""
+        self._kill_engine()
+        release(self.resolved.server)
+        os._exit(code)
+
+    def _kill_engine(self) -> None:
+        """End the engine process; its workers die with it."""
         if self.client is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.client.pid, signal.SIGKILL)
             self.client.shutdown(0.0)
-        release(self.resolved.server)
-        os._exit(code)
 
     @staticmethod
     async def _first(*waits: Any, timeout: float | None = None) -> None:

@@ -1,0 +1,268 @@
+"""Cases of bank.yaml: startup and shutdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+from real_server import RealServer, free_port, wait_until
+
+CMP, CHT = "/v1/completions", "/v1/chat/completions"
+
+
+class Open:
+    """Requests that run in threads while the server is stopped."""
+
+    def __init__(self, server: RealServer, streams: int, wholes: int, max_tokens: int) -> None:
+        self.results: list[Any] = []
+        self._server = server
+        body = server.cht_body(max_tokens=max_tokens, ignore_eos=True)
+        self._threads = [threading.Thread(target=self._stream, args=(body,)) for _ in range(streams)]
+        self._threads += [threading.Thread(target=self._whole, args=(body,)) for _ in range(wholes)]
+        for thread in self._threads:
+            thread.start()
+        wait_until(lambda: server.metrics()["vllm:num_requests_running"] == streams + wholes, 20)
+
+    def _stream(self, body: dict[str, Any]) -> None:
+        self.results.append(list(self._server.iterate(CHT, body)))
+
+    def _whole(self, body: dict[str, Any]) -> None:
+        self.results.append(self._server.post(CHT, body))
+
+    def join(self, timeout_s: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            assert not thread.is_alive(), "a request hangs"
+        return self.results
+
+
+def stop(server: RealServer, number: int = signal.SIGTERM) -> None:
+    os.kill(server.pid, number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
+def test_sigterm_drain(start_server: Callable[..., RealServer], number: int) -> None:
+    server = start_server()
+    opened = Open(server, streams=4, wholes=2, max_tokens=300)
+    stop(server, number)
+    signalled = time.monotonic()
+    with httpx.Client(base_url=server.base_url) as http:  # a new connection
+        try:
+            assert http.get("/health").status_code == 503
+            assert http.post(CMP, json=server.cmp_body()).status_code == 503
+        except httpx.TransportError:
+            pass  # refused is as good
+    for result in opened.join(30):
+        if isinstance(result, list):
+            assert result[-1] == "[DONE]" and "error" not in result[-2]
+            assert sum(bool(chunk["choices"][0]["delta"].get("content")) for chunk in result[:-1]) > 200
+        else:
+            assert result.status_code == 200 and result.json()["usage"]["completion_tokens"] == 300
+    assert server.wait_exit(35) == 0
+    assert time.monotonic() - signalled < 35
+    server.wait_no_process(2)
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", server.port))
+
+
+def test_sigterm_drain_without_grace(start_server: Callable[..., RealServer]) -> None:
+    server = start_server("--drain-grace", "0")
+    opened = Open(server, streams=2, wholes=2, max_tokens=1800)
+    stop(server)
+    for result in opened.join(5):
+        if isinstance(result, list):
+            assert result[-1] == "[DONE]" and result[-2]["error"]["code"] == "shutting_down"
+        else:
+            assert result.status_code == 503 and result.json()["error"]["code"] == "shutting_down"
+    assert server.wait_exit(5) == 0
+    server.wait_no_process(2)
+
+
+def test_sigterm_drain_second_signal(start_server: Callable[..., RealServer]) -> None:
+    server = start_server()
+    hung = threading.Thread(target=lambda: _ignore(lambda: list(server.iterate(CMP, server.cmp_body(max_tokens=1900, ignore_eos=True)))))
+    hung.start()
+    wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1, 20)
+    stop(server)
+    time.sleep(0.3)
+    assert server.process is not None and server.process.poll() is None
+    stop(server, signal.SIGINT)
+    assert server.wait_exit(5) != 0
+    server.wait_no_process(2)
+    hung.join(5)
+
+
+def _ignore(call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except (httpx.TransportError, AssertionError):
+        pass
+
+
+def test_kill_leaves_no_orphan(start_server: Callable[..., RealServer]) -> None:
+    server = start_server()
+    opened = threading.Thread(target=lambda: _ignore(lambda: server.cmp(max_tokens=1900, ignore_eos=True)))
+    opened.start()
+    wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1, 20)
+    assert len(server.session_pids()) >= 2
+    stop(server, signal.SIGKILL)
+    server.wait_no_process(10)
+    opened.join(5)
+    again = start_server(port=server.port)
+    again.alive()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["int", "term", "kill"])
+@pytest.mark.parametrize("engine_started", [False, True], ids=["early", "loading"])
+def test_kill_leaves_no_orphan_while_loading(start_server: Callable[..., RealServer], number: int, engine_started: bool) -> None:
+    server = start_server(ready=False)
+    if engine_started:
+        wait_until(lambda: len(server.session_pids()) >= 2, 20)
+        time.sleep(0.3)
+    else:
+        time.sleep(0.2)
+    stop(server, number)
+    server.wait_exit(5)
+    server.wait_no_process(10)
+
+
+def test_port_in_use_early(tiny_model: Path) -> None:
+    for listening in (False, True):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            if listening:
+                taken.listen()
+            port = taken.getsockname()[1]
+            started = time.monotonic()
+            done = cli("serve", str(tiny_model), "--host", "127.0.0.1", "--port", str(port))
+            assert done.returncode != 0 and time.monotonic() - started < 5
+            lines = done.stderr.strip().splitlines()
+            assert "Traceback" not in done.stderr
+            assert "127.0.0.1" in lines[-1] and str(port) in lines[-1] and "uses it" in lines[-1]
+
+
+def cli(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "oarlock.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
+
+
+def copy_of(model: Path, folder: Path, **config: Any) -> Path:
+    shutil.copytree(model, folder)
+    if config:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return folder
+
+
+def test_startup_errors_readable(tiny_model: Path, tmp_path: Path) -> None:
+    strange = copy_of(tiny_model, tmp_path / "strange", architectures=["NoSuchForCausalLM"])
+    no_tokenizer = copy_of(tiny_model, tmp_path / "no-tokenizer")
+    (no_tokenizer / "tokenizer.json").unlink()
+    truncated = copy_of(tiny_model, tmp_path / "truncated")
+    weights = (truncated / "model.safetensors").read_bytes()
+    (truncated / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    bad_key = tmp_path / "bad.pem"
+    bad_key.write_text("no certificate")
+    steps: list[tuple[list[str], list[str]]] = [
+        ([str(tiny_model), "--device", "none-such"], ["none-such", "cpu"]),
+        ([str(strange)], ["NoSuchForCausalLM", "LlamaForCausalLM"]),
+        ([str(tiny_model), "--kv-cache-memory", "64KiB"], ["1.0 MiB", "0.1 MiB", "--max-model-len 112"]),
+        ([str(tiny_model), "--max-modl-len", "100"], ["--max-modl-len", "--max-model-len"]),
+        ([str(no_tokenizer)], ["tokenizer"]),
+        ([str(truncated)], ["model.safetensors"]),
+        ([str(tmp_path / "nowhere")], ["nowhere"]),
+        ([str(tiny_model), "--chat-template", str(tmp_path / "no.jinja")], ["no.jinja", "--chat-template"]),
+        ([str(tiny_model), "--ssl-certfile", str(bad_key), "--ssl-keyfile", str(bad_key)], ["bad.pem", "--ssl-certfile"]),
+        ([str(tiny_model), "--middleware", "no.such.Thing"], ["no.such.Thing", "--middleware"]),
+        ([str(tiny_model), "--host", "no such host"], ["no such host", "--host"]),
+        ([str(tiny_model), "--uds", str(tmp_path / "no" / "folder.sock")], ["folder.sock", "--uds"]),
+    ]
+    for arguments, words in steps:
+        started = time.monotonic()
+        port = [] if "--uds" in arguments else ["--port", str(free_port())]
+        done = cli("serve", *arguments, *port)
+        assert done.returncode != 0 and time.monotonic() - started < 30, arguments
+        last = done.stderr.strip().splitlines()[-1]
+        assert "Traceback" not in done.stderr, done.stderr[-2000:]
+        for word in words:
+            assert word in last, (arguments, last)
+
+
+def test_a_loading_server_says_so(start_server: Callable[..., RealServer]) -> None:
+    server = start_server(ready=False)
+    seen = set()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            response = server.http.get("/health")
+        except httpx.TransportError:
+            continue
+        seen.add(response.status_code)
+        if response.status_code == 200:
+            break
+        assert response.json()["error"]["code"] == "loading" and response.headers["retry-after"]
+        assert server.http.post(CMP, json={}).status_code == 503
+    assert seen == {200, 503}
+    wait_until(lambda: "ready after" in server.output(), 2)
+    (line,) = [line for line in server.output().splitlines() if "ready after" in line]
+    assert server.base_url in line and server.model in line and "cpu" in line
+
+
+def test_the_module_entry_point_a_unix_socket_and_json_logs(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "oarlock.sock"
+    command = [sys.executable, "-m", "oarlock.entrypoints.openai.api_server", "--model", str(tiny_model), "--uds", str(path), "--log-json"]
+    command += ["--dtype", "float32", "--kv-cache-memory", "16MiB", "--max-num-seqs", "4", "--threads", "1", "--served-model-name", "tiny", "--root-path", "/llm"]
+    for attempt in range(2):  # the second run finds the socket file that a killed server leaves behind
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x", timeout=60) as http:
+                wait_until(lambda http=http: path.exists() and _status(http) == 200, 60)
+                assert http.get("/llm/v1/models").json()["data"][0]["id"] == "tiny"
+                assert http.post(CMP, json={"model": "tiny", "prompt": "a", "max_tokens": 1}).status_code == 200
+        finally:
+            process.send_signal(signal.SIGKILL if attempt == 0 else signal.SIGTERM)
+            lines = process.communicate(timeout=20)[1].splitlines()
+    assert process.returncode == 0 and not path.exists()
+    assert lines and all({"time", "level", "logger", "message"} <= set(json.loads(line)) for line in lines)
+
+
+def _status(http: httpx.Client) -> int:
+    try:
+        return http.get("/health").status_code
+    except httpx.TransportError:
+        return 0
+
+
+def test_requests_are_logged_only_when_asked(start_server: Callable[..., RealServer], server: RealServer) -> None:
+    server.cmp(prompt="a prompt nobody logs", max_tokens=1)
+    assert "nobody logs" not in server.output()
+    logging = start_server("--enable-log-requests", "--max-log-len", "12")
+    logging.cmp(prompt="line one\nline two and much more", max_tokens=1)
+    (line,) = [line for line in logging.output().splitlines() if "oarlock.server.requests" in line]
+    assert "line one\\nlin" in line and "much more" not in line
+
+
+def test_the_openai_client(server: RealServer) -> None:
+    client = OpenAI(base_url=server.base_url + "/v1", api_key="none", max_retries=0)
+    chat = client.chat.completions.create(model=server.model, messages=[{"role": "user", "content": "Hi"}], max_tokens=5, temperature=0)
+    stream = client.chat.completions.create(model=server.model, messages=[{"role": "user", "content": "Hi"}], max_tokens=5, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == chat.choices[0].message.content
+    completion = client.completions.create(model=server.model, prompt="Hi", max_tokens=5, n=2, logprobs=2, extra_body={"top_k": 5})
+    assert len(completion.choices) == 2
+    assert client.models.list().data[0].id == server.model
