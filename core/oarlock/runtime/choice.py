@@ -46,7 +46,7 @@ def best(specs: Sequence[Any], what: str, **facts: Any) -> Chosen:
 def choose_ops(records: Sequence[OpImpl], device: Device, dtype: str) -> Ops:
     """The op registry bound for one device and dtype."""
     ops = bind_ops(records, dtype)
-    if device.capabilities.kv_update == "in_place":
+    if device.capabilities.kv_update == "in_place" and ("index_update", "reference") in ((op, name) for op, name, _ in ops.table):
         ops.index_update = index_update_in_place
     return ops
 

@@ -152,7 +152,7 @@ def sample(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
         return torch.where(used, drawn, neutral)
 
     temperature, top_p, min_p = column(0.3, 1.8, 1.0, "temperature"), column(0.05, 0.99, 1.0, "top_p"), column(0.001, 0.3, 0.0, "min_p")
-    top_k = column(1, case["vocab"] + 2, 0, "top_k").to(torch.int32)
+    top_k = column(1, 9, 0, "top_k").to(torch.int32)  # few, so that one more or less shows; above the vocabulary of the smallest case
     if mode == "mixed":
         temperature = torch.where(torch.arange(rows) % 4 == 3, 0.0, temperature)
     seed, choice, position = integers(-(2**31), 2**31, (rows,), g), integers(0, 16, (rows,), g), integers(0, 4096, (rows,), g)
@@ -176,8 +176,10 @@ def apply_penalties(case: Case, dtype: torch.dtype, g: torch.Generator) -> Input
 
 def apply_bias(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
     rows, vocab, width = case["rows"], case["vocab"], case["width"]
-    # Distinct ids in a row, so that the order of additions is not part of the test; a third of the entries are padding.
-    ids = torch.rand((rows, max(vocab, width)), generator=g).argsort(-1)[:, :width].clamp(max=vocab - 1).to(torch.int32)
+    # Distinct ids in a row, so that the order of additions is not part of the test; a third of the entries are padding, which
+    # must leave the bias of token 0 alone.
+    ids = (torch.rand((rows, max(vocab, width)), generator=g).argsort(-1)[:, :width] + 1).clamp(max=vocab - 1).to(torch.int32)
+    ids[:, 1:2] = 0
     bias = values((rows, width), torch.float32, g) * 10
     bias[:, ::4] = -torch.inf
     padding = torch.arange(width) >= width - width // 3
