@@ -67,15 +67,27 @@ def copies(dtype: str, subject: Subject) -> None:
     """Bits survive the way there and back: scalars, empty, odd, large and strided tensors."""
     random = torch.Generator().manual_seed(3)
     for shape in ((), (0,), (0, 3), (1,), (7, 13), (3, 1, 5), (1 << 18,)):
-        host = (torch.randn(shape, generator=random) * 100).to(_MOVED[dtype])
+        host = _numbers(shape, _MOVED[dtype], random)
         _same(host, subject.download(subject.upload(host)), f"a tensor of shape {list(shape)}")
-    base = (torch.randn((9, 12), generator=random) * 100).to(_MOVED[dtype])
+    base = _numbers((9, 12), _MOVED[dtype], random)
     for name, host in (("transposed", base.T), ("every second row", base[::2]), ("a column", base[:, 3]), ("expanded", base[:1].expand(4, 12))):
         _same(host.contiguous(), subject.download(subject.upload(host)), name)
     on_device = subject.upload(base)
     with subject.session():
         part = on_device[2:5, 1:8]
     _same(base[2:5, 1:8].contiguous(), subject.download(part), "a part of a device tensor")
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
+    """Whole range of integers; floats of several sizes, with infinities and zeros of both signs among them."""
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=random) < 0.5
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        return torch.randint(info.min, info.max, shape, generator=random, dtype=dtype)
+    host = (torch.randn(shape, generator=random) * 100).to(dtype)
+    special = torch.tensor([-0.0, torch.inf, -torch.inf, 0.0], dtype=dtype)
+    return host if host.numel() < 8 else torch.cat((special, host.flatten()[4:])).view(shape)
 
 
 def _same(want: torch.Tensor, got: torch.Tensor, what: str) -> None:
