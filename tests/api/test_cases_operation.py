@@ -179,6 +179,25 @@ def test_health_engine_dead(start_server: Callable[..., RealServer]) -> None:
     server.wait_no_process(5)
 
 
+def test_health_engine_dead_or_stopped(start_server: Callable[..., RealServer]) -> None:
+    """A stopped engine turns /health to 503 within --stall-time; when it goes on, so does everything."""
+    server = start_server("--stall-time", "1")
+    events = server.iterate(CMP, server.cmp_body(max_tokens=300, ignore_eos=True))
+    next(events)
+    engine = server.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        wait_until(lambda: server.http.get("/health").status_code == 503, 3)
+        error = server.http.get("/health").json()["error"]
+        assert error["code"] == "engine_stalled"
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    assert list(events)[-1] == "[DONE]"
+    wait_until(lambda: server.http.get("/health").status_code == 200, 3)
+    time.sleep(1.2)
+    assert server.http.get("/health").status_code == 200  # silence without requests is no sickness
+
+
 def test_metrics_add_up(server: RealServer) -> None:
     before = server.metrics()
     usages = []

@@ -95,7 +95,7 @@ async def toy_server(
     receive = client.on_outputs
 
     def on_outputs(outputs: EngineOutputs) -> None:
-        state.metrics.on_step(outputs)
+        state.on_step(outputs)
         receive(outputs)
 
     client.on_outputs = on_outputs

@@ -122,6 +122,7 @@ class ServerConfig:
     allow_request_chat_template: bool = False
     uvicorn_log_level: str = "info"
     drain_grace_s: float = 30.0
+    stall_s: float = 120.0  # open requests and no word from the engine for so long: /health is 503
     max_body_bytes: int = 32 << 20
     max_n: int = 128
     max_stop_strings: int = 16

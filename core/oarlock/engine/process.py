@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("oarlock.engine")
 STUCK_WAIT_MS = 5  # between looks when requests wait but nothing can be scheduled
+REPORT_EVERY_S = 1.0  # the front end hears of steps without output this often: counters stay true, and a stuck engine shows
 
 
 class EngineProcess:
@@ -34,6 +35,7 @@ class EngineProcess:
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
         self.deadline: float | None = None  # of a shutdown with grace
+        self.reported_s = 0.0  # time.monotonic() of the last message
 
     def run(self) -> None:
         """Serve until told to stop. Raises EngineDead when the device can no longer be trusted."""
@@ -43,9 +45,11 @@ class EngineProcess:
             if not core.has_work():
                 continue
             outputs = core.step()
-            if outputs.outputs:
+            now = time.monotonic()
+            if outputs.outputs or now - self.reported_s > REPORT_EVERY_S:
+                self.reported_s = now
                 self.outbox.send(wire.pack(wire.OUTPUTS, outputs))
-            elif not outputs.step_s or outputs.stats.num_running == 0:
+            if not outputs.outputs and (not outputs.step_s or outputs.stats.num_running == 0):
                 self.inbox.poll(STUCK_WAIT_MS)
 
     def _receive(self, *, wait: bool) -> None:

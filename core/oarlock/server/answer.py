@@ -11,7 +11,7 @@ import abc
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -164,7 +164,7 @@ class Answer(Response, abc.ABC):
         return error
 
     # ---------------------------------------------------------------- the engine
-    def _generate(self, index: int, *, stream: bool) -> AsyncIterator[RequestOutput]:
+    def _generate(self, index: int, *, stream: bool) -> AsyncGenerator[RequestOutput, None]:
         return self.state.llm.generate(
             self.prompts[index],
             self.params,
@@ -200,7 +200,7 @@ class Answer(Response, abc.ABC):
         finally:
             await _stop(tasks)
 
-    async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The deltas of every prompt, as they come."""
         if len(self.prompts) == 1:
             async with contextlib.aclosing(self._generate(0, stream=True)) as outputs:
@@ -232,7 +232,7 @@ class Answer(Response, abc.ABC):
         finally:
             await _stop(tasks)
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events: one write for each delta of the engine, whatever it holds."""
         metrics = self.state.metrics
         generated = [0] * len(self.prompts)

@@ -148,7 +148,7 @@ class _Life:
             self.dead.set()
 
         def on_outputs(outputs: Any) -> None:
-            state.metrics.on_step(outputs)
+            state.on_step(outputs)
             receive(outputs)
 
         client.on_dead, client.on_outputs = on_dead, on_outputs

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from oarlock.frontend.outputs import CompletionOutput, RequestOutput
 from oarlock.server.answer import Answer, encode
 from oarlock.server.body import checked_body
-from oarlock.server.conversation import read_messages, render
+from oarlock.server.conversation import read_messages, render, text_of
 from oarlock.server.logprobs import ChatStyle, prompt_shape
 from oarlock.server.params import chat_settings
 from oarlock.server.requestlog import log_request
@@ -60,7 +60,7 @@ class ChatAnswer(Answer):
         if not values.get("add_generation_prompt", True):
             self._role = last["role"]
         if values.get("echo", False) and last["role"] == self._role:
-            self._echo = last["content"]
+            self._echo = text_of(last["content"])
 
     # ---------------------------------------------------------------- whole
     def choices(self, outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
-
-import jinja2
-import jinja2.meta
 
 from oarlock.errors import ConfigError
 from oarlock.frontend.chat import ChatTemplate, missing_template
-from oarlock.server.errors import ApiError, bad
+from oarlock.server.errors import bad
 from oarlock.server.kinds import show, wrong
 from oarlock.server.state import ServerState
 
@@ -36,7 +32,7 @@ _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continu
 
 
 def read_messages(value: Any, state: ServerState) -> list[dict[str, Any]]:
-    """The messages with plain text contents. Raises ApiError 400; `param` is the path, such as messages[0].content."""
+    """The messages, their contents text or text parts. Raises ApiError 400; `param` is the path, such as messages[0].content."""
     if type(value) is not list:
         raise wrong("messages", value, "an array of messages")
     if not value:
@@ -84,8 +80,8 @@ def _role_for(role: str, state: ServerState) -> str:
     return "system"
 
 
-def _content(value: Any, path: str) -> str:
-    """Text, or text parts, which are joined by line breaks."""
+def _content(value: Any, path: str) -> str | list[dict[str, str]]:
+    """Text, or text parts, which the template takes as they are or as lines of one text."""
     if type(value) is str:
         return value
     if value is None:
@@ -94,7 +90,12 @@ def _content(value: Any, path: str) -> str:
         raise wrong(path, value, "a string or an array of text parts")
     if not value:
         raise bad(path, f"{path} is an empty array; give text.", "invalid_value")
-    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(value))
+    return [{"type": "text", "text": _part(part, f"{path}[{i}]")} for i, part in enumerate(value)]
+
+
+def text_of(content: str | list[dict[str, str]]) -> str:
+    """A message's whole text."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _part(part: Any, path: str) -> str:
@@ -119,11 +120,10 @@ def render(messages: list[dict[str, Any]], values: Mapping[str, Any], state: Ser
     """The prompt's text, special tokens included. Raises RequestError or ApiError 400."""
     template = _template(values, state)
     extra = values.get("chat_template_kwargs", {})
-    known = _variables(template)
     for name in extra:
         if name in _RESERVED:
             raise bad(f"chat_template_kwargs.{name}", f"chat_template_kwargs cannot set {name!r}; it has a field of its own.", "invalid_value")
-        if name not in known:
+        if name not in template.variables:
             raise bad(
                 f"chat_template_kwargs.{name[:100]}",
                 f"The chat template has no variable {name[:100]!r}, so setting it would do nothing; leave it out.",
@@ -149,20 +149,3 @@ def _template(values: Mapping[str, Any], state: ServerState) -> ChatTemplate:
     except ConfigError as exc:
         raise bad("chat_template", str(exc), "invalid_value") from None
 
-
-def _variables(template: ChatTemplate) -> frozenset[str]:
-    """Every name that the template reads from outside."""
-    names: set[str] = set()
-    for text in template.sources.values():
-        names |= _names_in(text)
-    return frozenset(names)
-
-
-@lru_cache(maxsize=8)
-def _names_in(source: str) -> frozenset[str]:
-    from oarlock.frontend.chat import _environment
-
-    try:
-        return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
-    except jinja2.TemplateError as exc:
-        raise ApiError(400, f"The chat template cannot be read: {exc}", param="chat_template") from None

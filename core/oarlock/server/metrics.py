@@ -75,7 +75,7 @@ class ServerMetrics:
     """One registry for one server. Called on the event loop's thread only."""
 
     def __init__(self, model_name: str) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._name = model_name
         self._last_token_s: dict[str, dict[int, float]] = {}  # request id -> branch -> time of its last token

@@ -28,7 +28,7 @@ from oarlock.server.body import checked_body
 from oarlock.server.chat import create_chat_completion
 from oarlock.server.completions import create_completion
 from oarlock.server.conversation import read_messages, render
-from oarlock.server.errors import ApiError, bad, model_not_found, unavailable
+from oarlock.server.errors import ApiError, bad, model_not_found
 from oarlock.server.gate import Gate
 from oarlock.server.kinds import token_ids, wrong
 from oarlock.server.schema import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Table, json_schema
@@ -100,7 +100,7 @@ def _add_middleware(app: FastAPI, path: str) -> None:
     except (ImportError, AttributeError, ValueError) as exc:
         raise ConfigError(f"--middleware {path}: it cannot be imported: {exc}", option="--middleware") from None
     if inspect.isclass(found):
-        app.add_middleware(found)
+        app.add_middleware(found)  # type: ignore[arg-type]
     elif inspect.iscoroutinefunction(found):
         app.add_middleware(BaseHTTPMiddleware, dispatch=found)
     else:
@@ -179,11 +179,8 @@ def _tokenizer(state: ServerState) -> Any:
 
 # ---------------------------------------------------------------- operation
 async def health(request: Request, state: ServerState) -> Response:
-    """200 while a request would be served, else 503: loading, draining, engine dead."""
-    error = state.not_serving()
-    if error is None and not state.is_healthy():
-        error = unavailable("The engine has ended.", "engine_dead")
-    if error is not None:
+    """200 while a request would be served, else 503: loading, draining, engine dead or stuck."""
+    if (error := state.sickness()) is not None:
         raise error
     return reply({"status": "ok"})
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from oarlock.config.sections import EngineConfig, ServerConfig
 from oarlock.frontend.inputs import default_sampling_fields
-from oarlock.messages import EngineInfo
+from oarlock.messages import EngineInfo, EngineOutputs
 from oarlock.model_summary import ModelSummary
 from oarlock.server.errors import ApiError, bad, queue_full, unavailable
 from oarlock.server.metrics import ServerMetrics
@@ -57,6 +57,7 @@ class ServerState:
         self.idle = asyncio.Event()
         self.idle.set()
         self.num_prompts = 0  # prompts inside: waiting or running
+        self.heard_s = 0.0  # time.monotonic() of the engine's last message, or of the first prompt after a pause
         # Set by `ready`:
         self.llm: Any = None
         self.tokenizer: Any = None
@@ -79,8 +80,20 @@ class ServerState:
     def info(self) -> EngineInfo:
         return self.llm.info
 
-    def is_healthy(self) -> bool:
-        return self.phase is Phase.SERVING and self.llm.is_alive()
+    def sickness(self) -> ApiError | None:
+        """Why /health is not 200; None when it is. An engine is stuck when requests are open and it says nothing for --stall-time."""
+        error = self.not_serving()
+        if error is None and not self.llm.is_alive():
+            error = unavailable("The engine has ended.", "engine_dead")
+        silent_s = time.monotonic() - self.heard_s
+        if error is None and self.num_prompts and silent_s > self.server.stall_s:
+            error = unavailable(f"Requests are open and the engine has said nothing for {silent_s:.0f} s.", "engine_stalled")
+        return error
+
+    def on_step(self, outputs: EngineOutputs) -> None:
+        """Every message of the engine."""
+        self.heard_s = time.monotonic()
+        self.metrics.on_step(outputs)
 
     def not_serving(self) -> ApiError | None:
         """Why no request is taken now; None when they are."""
@@ -104,6 +117,8 @@ class ServerState:
 
     def enter(self, opened: OpenRequest, num_prompts: int) -> None:
         self.check_room(num_prompts)
+        if not self.num_prompts:
+            self.heard_s = time.monotonic()
         self.open.add(opened)
         self.idle.clear()
         self.num_prompts += num_prompts

@@ -44,6 +44,10 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _http("drain-grace", "float", 30.0, "Seconds that running requests get after SIGTERM.", "server.drain_grace_s", low=0),
     _http(
+        "stall-time", "float", 120.0, "Seconds without a word from the engine, while requests are open, after which /health is 503. "
+        "Longer than the longest step.", "server.stall_s", low=1,
+    ),
+    _http(
         "uvicorn-log-level", "str", "info", "Log level of the HTTP library.", "server.uvicorn_log_level",
         choices=("debug", "info", "warning", "error", "critical", "trace"),
     ),
