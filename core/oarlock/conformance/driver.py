@@ -25,7 +25,8 @@ class Branch:
     params: SamplingParams
     seed: int
     tables: list[list[int]]  # per KV group; 0 where a window has passed
-    done: int = 0  # tokens whose KV is written
+    done: int = 0  # tokens whose KV is written, or will be by a step in flight
+    promised: int = 0  # tokens that steps in flight will sample
     is_known: bool = False  # the worker has its record
     sent: list[int] = field(default_factory=list)  # per KV group: entries that the worker has
     replaced: list[tuple[int, int, int]] = field(default_factory=list)
@@ -35,8 +36,17 @@ class Branch:
         return self.tokens[self.prompt_len :]
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """A launched step."""
+
+    pending: Any
+    emitting: list[Branch]
+    order: list[Branch]
+
+
 class Driver:
-    """One worker, one step in flight."""
+    """One worker."""
 
     def __init__(self, worker: Any, ready: WorkerReady) -> None:
         self.worker, self.ready = worker, ready
@@ -65,16 +75,20 @@ class Driver:
             if branch.is_known:
                 self.finished.append(branch.branch_id)
             self.free += [b for table in branch.tables for b in table if b]
-            branch.tables, branch.sent, branch.done = [[] for _ in self.groups], [0] * len(self.groups), 0
+            branch.tables, branch.sent, branch.done, branch.promised = [[] for _ in self.groups], [0] * len(self.groups), 0, 0
             branch.is_known, branch.replaced = False, []
 
     def step(self, plan: Mapping[Branch, int], banned: Mapping[Branch, tuple[int, ...]] | None = None) -> ModelRunnerOutput:
         """Compute `plan[branch]` tokens of each branch; sampled tokens are appended to their branches."""
+        return self.collect(self.launch(plan, banned))
+
+    def launch(self, plan: Mapping[Branch, int], banned: Mapping[Branch, tuple[int, ...]] | None = None) -> InFlight:
+        """Start a step without reading it; the next may be launched at once, on tokens that only the device knows."""
         order = sorted(plan, key=lambda b: plan[b] != 1)  # one token first: the decode region
         new, cached, rows = [], [], []
         for branch in order:
-            count = plan[branch]
-            assert branch.done + count <= len(branch.tokens), "the plan runs ahead of the known tokens"
+            count, known = plan[branch], len(branch.tokens) + branch.promised
+            assert branch.done + count <= known, "the plan runs ahead of the known tokens"
             for table in branch.tables:
                 while len(table) * self.block_size < branch.done + count:
                     table.append(self.free.pop())
@@ -84,15 +98,22 @@ class Driver:
                 added = tuple(tuple(t[n:]) for t, n in zip(branch.tables, branch.sent, strict=True))
                 cached.append(CachedRequest(branch.branch_id, added, tuple(branch.replaced)))
             branch.is_known, branch.replaced, branch.sent = True, [], [len(t) for t in branch.tables]
-            emits = branch.done + count == len(branch.tokens)
+            emits = branch.done + count == known
             rows.append(ScheduledRow(branch.branch_id, branch.done, count, emits, (banned or {}).get(branch, ())))
+            branch.done += count
+            branch.promised += emits
         self.steps += 1
         out = SchedulerOutput(self.steps, tuple(rows), tuple(new), tuple(cached), tuple(self.finished), **self.moves)
         self.finished, self.moves = [], {}
-        result: ModelRunnerOutput = self.worker.read(self.worker.execute(out))
-        for branch in order:
-            branch.done += plan[branch]
+        return InFlight(self.worker.execute(out), [b for b, row in zip(order, rows, strict=True) if row.emits], order)
+
+    def collect(self, step: InFlight) -> ModelRunnerOutput:
+        """Wait for a step."""
+        result: ModelRunnerOutput = self.worker.read(step.pending)
+        for branch in step.emitting:
+            branch.promised -= 1
             branch.tokens += result.token_ids.get(branch.branch_id, ())
+        for branch in step.order:
             self._slide(branch)
         return result
 

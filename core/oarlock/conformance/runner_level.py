@@ -178,6 +178,22 @@ def greedy(bench: Bench) -> None:
     bench.driver.end(*branches)
 
 
+def overlapped(bench: Bench) -> None:
+    """Each step is launched before the last one is read: the tokens it goes on from are known to the device alone."""
+    driver = bench.driver
+    branches = [driver.add(bench.prompt(n, 60 + n), _GREEDY) for n in (4, 15, 30)]
+    plans = [*({b: len(b.tokens)} for b in branches), *(dict.fromkeys(branches, 1) for _ in range(17))]
+    before = driver.launch(plans[0])
+    for plan in plans[1:]:
+        after = driver.launch(plan)
+        driver.collect(before)
+        before = after
+    driver.collect(before)
+    for branch in branches:
+        _check_greedy(bench, branch, 18)
+    driver.end(*branches)
+
+
 def seeded(bench: Bench) -> None:
     """Seeded sampling with every parameter: the same tokens alone, in a batch, and on another row."""
     params = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.2, repetition_penalty=1.1)
@@ -253,7 +269,7 @@ def programs(bench: Bench) -> None:
 
 
 _FORCED: tuple[Check, ...] = (whole, chunks, decodes, mixtures)
-_TOKENS: tuple[Check, ...] = (greedy, seeded, preempted, swapped, copied, broken_row)
+_TOKENS: tuple[Check, ...] = (greedy, overlapped, seeded, preempted, swapped, copied, broken_row)
 
 
 def cases() -> Iterator[Case]:

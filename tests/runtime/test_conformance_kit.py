@@ -1,0 +1,279 @@
+"""The kit's own machinery: ids, states, selection, exit codes, reports, the command and the pytest plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conformance_subjects import make_subject
+from oarlock.backend_api import ConformanceProfile, Support
+from oarlock.cli import conformance as command
+from oarlock.conformance import LEVELS, kit
+from oarlock.conformance.cases import Case, CheckFailed, Measure, Result, run_case
+from oarlock.conformance.metrics import compare, measure, same_bits
+from oarlock.conformance.report import Report
+from oarlock.errors import ApiVersionMismatch, BackendUnavailable, ConfigError
+from oarlock.plugins import select_device
+
+EVERYTHING = kit.select(kit.Choice(full=True))
+
+
+def test_case_ids_are_unique_and_every_level_has_cases():
+    ids = [case.id for case in EVERYTHING]
+    assert len(ids) == len(set(ids))
+    assert {case.level for case in EVERYTHING} == set(range(len(LEVELS)))
+    quick = kit.select(kit.Choice())
+    assert 500 < len(quick) < len(ids) and {c.id for c in quick} < set(ids)
+
+
+def test_seeds_follow_from_ids_alone():
+    case = Case("rms_norm[float32,tokens=16,hidden=64]", 2, lambda _: None)
+    assert case.seed == 1946966489
+    assert len({c.seed for c in EVERYTHING}) > len(EVERYTHING) - 3
+
+
+# ---- states
+
+
+def passing(_):
+    return Measure(1e-9, 1e-6, 0.0)
+
+
+def failing(_):
+    raise CheckFailed("wrong", Measure(1.0, 1e-6, 2.0))
+
+
+def raising(_):
+    raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("run", "expected", "status", "is_bad"),
+    [
+        (passing, None, "pass", False),
+        (failing, None, "fail", True),
+        (raising, None, "error", True),
+        (failing, "known", "xfail", False),
+        (raising, "known", "xfail", False),
+        (passing, "known", "xpass", True),
+    ],
+)
+def test_states(run, expected, status, is_bad):
+    result = run_case(Case("x", 2, run), None, expected)
+    assert (result.status, result.is_bad) == (status, is_bad)
+    if status == "error":
+        assert "no such kernel" in result.detail and "raising" in result.trace
+    if status == "fail":
+        assert result.measure == Measure(1.0, 1e-6, 2.0)
+
+
+def test_unsupported_is_asked_before_running_and_keeps_expectations_out():
+    case = Case("x", 2, raising, supports=lambda _: Support(False, ("no float16",)))
+    for expected in (None, "known"):
+        result = run_case(case, None, expected)
+        assert (result.status, result.detail) == ("unsupported", "no float16")
+
+
+def test_an_exception_in_supports_is_an_error():
+    assert run_case(Case("x", 2, passing, supports=raising), None, None).status == "error"
+
+
+def test_profiles_expect_failures_by_pattern_and_loosen_limits():
+    expected, loosened = (("rotary[bfloat16,*]", "table in bf16"),), (("rotary", "bfloat16", 1e-3, "why"), ("linear", "float32", 1e-9, "x"))
+    subject = make_subject(profile=ConformanceProfile(device="under-test", expected_failures=expected, tolerances=loosened))
+    assert kit.expected_failure("rotary[bfloat16,tokens=1]", subject) == "table in bf16"
+    assert kit.expected_failure("rotary[float32,tokens=1]", subject) is None
+    assert subject.limit("rotary", "bfloat16", 2e-5) == 1e-3
+    assert subject.limit("rotary", "float32", 1e-7) == 1e-7
+    assert subject.limit("linear", "float32", 1e-6) == 1e-6, "a profile may only loosen"
+
+
+# ---- metrics
+
+
+def test_nmse_and_places_of_non_finite_numbers():
+    want = torch.tensor([1.0, -2.0, float("inf"), 3.0])
+    found = measure(want + torch.tensor([0.0, 1e-3, 0.0, 0.0]), want, 1e-6, "x")
+    assert found.nmse == pytest.approx(1e-6 / 14, rel=1e-3) and found.max_abs == pytest.approx(1e-3, rel=1e-3)
+    for wrong in ([1.0, -2.0, 5.0, 3.0], [1.0, -2.0, float("-inf"), 3.0], [1.0, -2.0, float("nan"), 3.0], [1.0, float("nan"), float("inf"), 3.0]):
+        with pytest.raises(CheckFailed):
+            measure(torch.tensor(wrong), want, 1e9, "x")
+    with pytest.raises(CheckFailed, match="nmse"):
+        measure(want + 1, want, 1e-6, "x")
+
+
+def test_a_limit_of_zero_means_equal():
+    x = torch.tensor([1.0, 2.0])
+    assert measure(x, x, 0.0, "x").nmse == 0
+    with pytest.raises(CheckFailed):
+        measure(torch.nextafter(x, x + 1), x, 0.0, "x")
+
+
+def test_integers_must_be_the_references_or_the_oracles():
+    ref, oracle = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
+    for right in (ref, oracle):
+        compare([right], [ref], [oracle], 0.0)
+    with pytest.raises(CheckFailed, match="1 of 3 integers differ, first at 1: 7 instead of 2"):
+        compare([torch.tensor([1, 7, 4])], [ref], [oracle], 0.0)
+
+
+@pytest.mark.parametrize("got", [torch.zeros(2, dtype=torch.float64), torch.zeros(3), torch.zeros(1, 2)])
+def test_shape_and_dtype_must_be_the_references(got):
+    with pytest.raises(CheckFailed, match="instead of"):
+        compare([got], [torch.zeros(2)], [torch.zeros(2).double()], 1.0)
+
+
+def test_bits_tell_zeros_apart_and_nan_equal():
+    nan = torch.tensor([float("nan"), 0.0])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([0]))
+
+
+# ---- choosing
+
+
+@pytest.mark.parametrize(
+    ("text", "levels"), [("2", (2,)), ("0-3", (0, 1, 2, 3)), ("ops,attention", (2, 3)), ("device-ops", (1, 2)), ("4,0", (0, 4))]
+)
+def test_levels_by_number_name_and_range(text, levels):
+    assert kit.parse_levels(text) == levels
+
+
+@pytest.mark.parametrize("text", ["5", "speed", "3-1", "", "1-", "-1"])
+def test_unknown_levels_are_refused_with_the_list(text):
+    if text == "1-":  # an open end means the level itself
+        assert kit.parse_levels(text) == (1,)
+        return
+    with pytest.raises(ConfigError, match="4 runner"):
+        kit.parse_levels(text)
+
+
+def test_selection_by_op_and_expression():
+    chosen = kit.select(kit.Choice(ops=("rms_norm", "linear"), pattern=r"bfloat16.*tokens=7"))
+    assert {c.op for c in chosen} == {"rms_norm", "linear"} and all("bfloat16" in c.id for c in chosen)
+    for choice, words in (
+        (kit.Choice(ops=("softmax2",)), "softmax2 is no op"),
+        (kit.Choice(pattern="("), "no regular expression"),
+        (kit.Choice(pattern="nothing-has-this"), "no case matches"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            kit.select(choice)
+
+
+def test_exit_codes():
+    def code(*results):
+        return kit.exit_code([Result("x", level, status) for level, status in results])
+
+    assert code((0, "pass"), (2, "unsupported"), (3, "xfail")) == 0
+    assert code((0, "pass"), (2, "fail")) == 1
+    assert code((3, "error")) == 1 and code((2, "xpass")) == 1
+    assert code((0, "fail"), (2, "fail")) == 3
+
+
+# ---- report
+
+
+def a_report(*results: Result, levels=LEVELS, filtered=False) -> Report:
+    made = Report("d", "p", "1", "1.0", "0", "1.0", "2", "3", "m", list(levels), "quick", filtered, device_text="a device")
+    made.results, made.served = list(results), {"rms_norm": {"float32": "mine", "bfloat16": "reference"}}
+    return made
+
+
+GOOD = [Result("a", 3, "pass", dtype="float32", op="paged_attention"), Result("b", 2, "pass", op="rms_norm", dtype="float32", measure=Measure(5e-10, 1e-9, 1e-4))]
+
+
+def test_the_verdict_says_no_more_than_was_run():
+    assert a_report(*GOOD).verdict() == "CORRECT for float32"
+    assert "needs a run of all levels" in a_report(*GOOD, levels=LEVELS[:3]).verdict()
+    assert "needs a run of all levels" in a_report(*GOOD, filtered=True).verdict()
+    assert a_report(*GOOD, Result("c", 2, "fail", "off")).verdict() == "NOT CONFORMING: 1 of 3 cases"
+
+
+def test_the_table_shows_failures_and_who_served():
+    bad = Result("rms_norm[bfloat16,x]", 2, "fail", "nmse 3 > 2", op="rms_norm", dtype="bfloat16")
+    text = a_report(*GOOD, bad, Result("linear[float16]", 2, "unsupported", "no", op="linear", dtype="float16")).to_table()
+    assert "FAIL   rms_norm[bfloat16,x]: nmse 3 > 2" in text and "NOT CONFORMING" in text
+    line = next(x for x in text.splitlines() if x.startswith("rms_norm"))
+    assert line.split() == ["rms_norm", "ok", "FAIL", "mine,", "reference"]
+    assert "b nmse 5.0e-10, limit 1e-09" in text
+
+
+def test_the_json_holds_everything():
+    data = json.loads(a_report(*GOOD).to_json())
+    assert data["format"] == 1 and data["verdict"] == "CORRECT for float32" and data["served"]["rms_norm"]["float32"] == "mine"
+    assert [r["id"] for r in data["results"]] == ["a", "b"] and data["results"][1]["measure"]["nmse"] == 5e-10
+    assert data["counts"] == {"ops": {"pass": 1}, "attention": {"pass": 1}}
+
+
+# ---- the run, the command, the plugin
+
+
+def test_a_device_that_cannot_be_made_is_a_contract_problem(monkeypatch):
+    def refuse(selection):
+        raise RuntimeError("driver too old")
+
+    monkeypatch.setattr(kit.Subject, "open", refuse)
+    report = kit.run(select_device("sim-static"), kit.Choice(levels=(1,)))
+    assert [(r.id, r.status, r.detail) for r in report.results] == [("contract[opens]", "error", "RuntimeError: driver too old")]
+    assert kit.exit_code(report.results) == 3
+
+
+def test_command_runs_levels_and_writes_json(tmp_path, capsys):
+    file = tmp_path / "report.json"
+    assert command.main(["--device", "sim-static", "--level", "device", "--format", "json", "--out", str(file)]) == 0
+    assert "levels device" in capsys.readouterr().out
+    data = json.loads(file.read_text())
+    assert data["device"] == "sim-static" and data["filtered"] is False and all(r["level"] == 1 for r in data["results"])
+
+
+def test_command_runs_chosen_ops(capsys):
+    assert command.main(["--device", "sim-static", "--level", "2", "--ops", "greedy", "-k", "ties"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].startswith("oarlock conformance  sim-static") and "2 ops" in out
+
+
+def test_command_says_what_is_not_available(capsys, monkeypatch):
+    assert command.main(["--device", "no-such-device"]) == 2
+    assert "no-such-device" in capsys.readouterr().err
+    for error, code in ((BackendUnavailable("no driver"), 2), (ApiVersionMismatch("upgrade oarlock"), 3)):
+
+        def refuse(name, error=error):
+            raise error
+
+        monkeypatch.setattr(command, "select_device", refuse)
+        assert command.main(["--device", "cpu"]) == code
+        assert str(error) in capsys.readouterr().err
+
+
+def test_failures_give_exit_code_1(monkeypatch, capsys):
+    from oarlock.conformance import device_level
+
+    monkeypatch.setattr(device_level, "_same", lambda *_: failing(None))
+    assert command.main(["--device", "sim-static", "--level", "1"]) == 1
+    assert "FAIL   device[copies,float32]: wrong" in capsys.readouterr().out
+
+
+def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
+    plugin = ["-p", "no:cacheprovider", "--rootdir", str(os.path.dirname(__file__)), "-c", os.devnull]
+    command = [sys.executable, "-m", "pytest", *plugin, "--pyargs", "oarlock.conformance", "-q", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_plugin_makes_a_test_of_each_case():
+    done = run_pytest("--oarlock-device", "sim-static", "--oarlock-level", "1", "-rs")
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = sum(1 for c in EVERYTHING if c.level == 1)
+    assert f"{passed - 4} passed, 4 skipped" in done.stdout and "the device declares float32, bfloat16" in done.stdout
+
+
+def test_the_plugin_knows_markers_and_says_when_no_device_was_named():
+    done = run_pytest("--oarlock-device", "sim-static", "-m", "level1", "-k", "verify")
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "1 skipped" in run_pytest().stdout
+    done = run_pytest("--oarlock-device", "no-such-device")
+    assert done.returncode != 0 and "no-such-device" in done.stdout + done.stderr
