@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from source_code import CORE, ROOT, imports, packages_outside_core, python_files, shown, tree
+from source_code import CORE, ROOT, Import, imports, packages_outside_core, python_files, shown, tree
 
 # Import name -> distribution, where they differ.
 DISTRIBUTIONS = {"google": "protobuf", "sentencepiece": "sentencepiece", "yaml": "pyyaml", "zmq": "pyzmq"}
@@ -29,11 +30,17 @@ def imported(folder: Path) -> dict[str, str]:
     neighbours = {p.stem for p in python_files(folder)} | {p.stem for p in python_files(ROOT / "tests")}
     found: dict[str, str] = {}
     for path in python_files(folder):
-        for one in imports(tree(path)):
+        for one in (*imports(tree(path)), *imported_or_skipped(tree(path))):
             top = one.name.split(".")[0]
             if top and top not in sys.stdlib_module_names and not top.startswith("oarlock") and top not in neighbours:
                 found.setdefault(DISTRIBUTIONS.get(top, top).lower().replace("_", "-"), f"{shown(path)}:{one.line}")
     return found
+
+
+def imported_or_skipped(node: ast.AST) -> list[Import]:
+    """`pytest.importorskip("x")`: a package that is not declared would make the skip permanent."""
+    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and ast.unparse(n.func).endswith("importorskip")]
+    return [Import(n.args[0].value, n.lineno) for n in calls if isinstance(n.args[0], ast.Constant)]
 
 
 def missing(folder: Path, available: set[str]) -> dict[str, str]:
