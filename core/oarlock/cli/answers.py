@@ -80,13 +80,14 @@ def base_url(url: str) -> str:
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def is_loopback(url: str) -> bool:
-    """Whether an address is this machine itself, which no proxy should be asked for."""
+def connection_settings(url: str) -> dict[str, Any]:
+    """What an HTTP client needs to know for this address: no proxy for this machine itself, no certificates (slow to load) for plain http."""
     host = urlsplit(url).hostname or ""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        is_loopback = host == "localhost"
+    return {"trust_env": not is_loopback, "verify": url.startswith("https:")}
 
 
 def key_headers(typed: str | None) -> dict[str, str]:
@@ -109,7 +110,7 @@ class ServerSource(Source):
     def __init__(self, url: str, model: str | None, key: str | None) -> None:
         self.url = base_url(url)
         timeout = httpx.Timeout(None, connect=CONNECT_S)
-        self._http = httpx.Client(base_url=self.url, headers=key_headers(key), timeout=timeout, trust_env=not is_loopback(self.url))
+        self._http = httpx.Client(base_url=self.url, headers=key_headers(key), timeout=timeout, **connection_settings(self.url))
         try:
             self.name = model or self._first_model()
         except BaseException:
@@ -338,5 +339,5 @@ def open_source(values: dict[str, Any], *, loads_model: bool) -> Source:
     model = values.pop("model", None)
     if values:
         name = "--" + next(iter(values)).replace("_", "-")
-        raise ConfigError(f"{name} is for a model that is loaded here; a server at --url has its own settings", name)
+        raise ConfigError(f"{name} is for a model that is loaded here; a server has its own settings; or give the MODEL to load", name)
     return ServerSource(url or DEFAULT_URL, model, key)
