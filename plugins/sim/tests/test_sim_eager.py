@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import socket
 
 import pytest
@@ -167,29 +168,33 @@ def test_leaving_the_context_restores_the_thread():
     assert torch._C._only_lift_cpu_tensors() is False
 
 
-def _rank(rank: int, port: int, results) -> None:
+def _collectives(rank: int, port: int) -> None:
+    """One of two ranks: every collective gives what both of them expect."""
     from oarlock.backend_api.runtime import DistributedCommunicator
     from oarlock_sim.eager import SimEagerDevice
 
-    torch.set_num_threads(1)
     device = SimEagerDevice(rank)
     device.activate()
     with torch.no_grad(), device.context():
         communicator = DistributedCommunicator(rank, 2, "gloo", f"tcp://127.0.0.1:{port}")
-        mine = torch.full((1, 2), float(rank + 1), device=device.torch_device)
-        got = [communicator.all_reduce(mine.clone()), communicator.all_gather(mine), communicator.broadcast(mine.clone())]
-        results[rank] = [t.cpu().tolist() for t in got]
-        communicator.close()
+        try:
+            mine = torch.full((1, 2), float(rank + 1), device=device.torch_device)
+            assert communicator.all_reduce(mine.clone()).cpu().tolist() == [[3.0, 3.0]]
+            assert communicator.all_gather(mine).cpu().tolist() == [[1.0, 1.0, 2.0, 2.0]]
+            assert communicator.broadcast(mine.clone()).cpu().tolist() == [[1.0, 1.0]]
+        finally:
+            communicator.close()
 
 
 def test_gloo_collectives_reach_the_device_tensors(sim):
-    from torch import multiprocessing
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with multiprocessing.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        multiprocessing.spawn(_rank, args=(port, results), nprocs=2)
-        want = [[[3.0, 3.0]], [[1.0, 1.0, 2.0, 2.0]], [[1.0, 1.0]]]
-        assert dict(results) == {0: want, 1: want}
+    other = multiprocessing.get_context("spawn").Process(target=_collectives, args=(1, port))
+    other.start()
+    try:
+        _collectives(0, port)
+        other.join(60)
+        assert other.exitcode == 0
+    finally:
+        other.kill()
