@@ -8,7 +8,7 @@ MODEL  ?=
 BIN    := $(VENV)/bin
 
 # One pytest run, cheapest first. Folders that do not exist yet are left out.
-TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/cpu/tests plugins/sim/tests tests/api tests/e2e)
+TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/*/tests plugins/*/tests tests/api tests/e2e)
 
 export VENV PYTHON TORCH
 
