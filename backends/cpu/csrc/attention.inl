@@ -10,8 +10,9 @@
 namespace OARLOCK_ISA {
 namespace {
 
-constexpr int kTileRows = W == 16 ? 12 : 4;  // rows in one register block: kTileRows * 2 accumulators
-constexpr int kScoreStride = kChunk + 32;    // a group past the chunk's end may be written, never read
+// A register block holds MR rows times NV vectors of sums.
+constexpr int kBlockRows = W == 16 ? 12 : 4, NV = 2;
+constexpr int kScoreStride = kChunk + 32;  // groups past the chunk's end may be written, never read
 
 // The parts of `scratch` and what a tile's row may see.
 template <class T> struct Tile {
@@ -33,6 +34,11 @@ template <class T> struct Tile {
     q = merged + attention_partial_floats(rows, a.head_dim);
   }
 
+  // Rows of a register block: as even as can be.
+  int block_rows() const {
+    int count = (rows + kBlockRows - 1) / kBlockRows;
+    return (rows + count - 1) / count;
+  }
   int64_t end(int row) const { return t.position + row / group + 1; }
   int64_t begin(int row) const {
     int64_t b = a.window ? end(row) - a.window : 0;
@@ -61,65 +67,76 @@ template <class T> struct Tile {
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
-// W tokens' keys: where the first half and the second half of the lanes are read (one load when they lie side by side).
+// W tokens' keys: where the first half and the second half of the lanes are read (one load when they lie side by side), and
+// what to ask memory for meanwhile: the next keys of this register block, and the values of these tokens.
 struct Group {
-  const uint32_t *low, *high;
+  const uint32_t *low, *high, *next_keys, *values;
 };
 
-template <bool Split> INLINE vi load_group(const Group& g, int64_t at) {
-  return Split ? join_units(g.low + at, g.high + at) : load_units(g.low + at);
-}
-
-template <class T, int p, int MR> INLINE void score_step(const float* q, int dim, vi k0, vi k1, vf (&acc)[MR][2]) {
-  vf a = part<p>(T{}, k0), b = part<p>(T{}, k1);
+template <class T, int p, int MR> INLINE void multiply(const float* x, int64_t ldx, const vi (&units)[NV], vf (&acc)[MR][NV]) {
+  vf numbers[NV];
+  for (int j = 0; j < NV; ++j) numbers[j] = part<p>(T{}, units[j]);
   for (int i = 0; i < MR; ++i) {
-    vf qv = splat(q[i * dim + p]);
-    acc[i][0] = fma(qv, a, acc[i][0]);
-    acc[i][1] = fma(qv, b, acc[i][1]);
+    vf xv = splat(x[i * ldx + p]);
+    for (int j = 0; j < NV; ++j) acc[i][j] = fma(xv, numbers[j], acc[i][j]);
   }
 }
 
-template <class T, int MR, bool Split> void score_block(const float* q, int dim, const Group g[2], int64_t block_size, float* out) {
-  vf acc[MR][2] = {};
+template <class T, int MR, bool Split> void score_block(const float* q, int dim, const Group (&g)[NV], bool ahead, int64_t block_size, float* out) {
+  vf acc[MR][NV] = {};
   for (int d = 0; d < dim; d += per_unit<T>) {
-    int64_t at = d / per_unit<T> * block_size;
-    vi k0 = load_group<Split>(g[0], at), k1 = load_group<Split>(g[1], at);
-    score_step<T, 0>(q + d, dim, k0, k1, acc);
-    if constexpr (per_unit<T> == 2) score_step<T, 1>(q + d, dim, k0, k1, acc);
+    int64_t unit = d / per_unit<T>, at = unit * block_size;
+    vi keys[NV];
+    for (int j = 0; j < NV; ++j) {
+      if (ahead) {
+        __builtin_prefetch(g[j].next_keys + at);
+        __builtin_prefetch(g[j].values + unit * W);
+      }
+      keys[j] = Split ? join_units(g[j].low + at, g[j].high + at) : load_units(g[j].low + at);
+    }
+    multiply<T, 0>(q + d, dim, keys, acc);
+    if constexpr (per_unit<T> == 2) multiply<T, 1>(q + d, dim, keys, acc);
   }
-  for (int i = 0; i < MR; ++i) {
-    store(out + i * kScoreStride, acc[i][0]);
-    store(out + i * kScoreStride + W, acc[i][1]);
-  }
+  for (int i = 0; i < MR; ++i)
+    for (int j = 0; j < NV; ++j) store(out + i * kScoreStride + j * W, acc[i][j]);
 }
 
-template <class T, int MR, bool Split> void score_rows(int rows, const float* q, int dim, const Group g[2], int64_t block_size, float* out) {
+template <class T, int MR, bool Split>
+void score_rows(int rows, const float* q, int dim, const Group (&g)[NV], bool ahead, int64_t block_size, float* out) {
   if constexpr (MR > 1) {
-    if (rows < MR) return score_rows<T, MR - 1, Split>(rows, q, dim, g, block_size, out);
+    if (rows < MR) return score_rows<T, MR - 1, Split>(rows, q, dim, g, ahead, block_size, out);
   }
-  score_block<T, MR, Split>(q, dim, g, block_size, out);
+  score_block<T, MR, Split>(q, dim, g, ahead, block_size, out);
 }
 
-template <class T> INLINE Group group_at(const Tile<T>& tile, int64_t position, int64_t end) {
-  int64_t bs = tile.a.block_size;
-  const uint32_t* low = tile.block(tile.a.keys, position) + position % bs;
-  if (bs >= W) return {low, low + W / 2};
-  int64_t second = position + bs;  // a block of its own; past the end any block does, its scores are masked
-  return {low, second < end ? tile.block(tile.a.keys, second) : low};
+// The keys of tokens [position, position + W); past `end` any block does, as those scores are masked.
+template <class T> INLINE void set_keys(const Tile<T>& tile, int64_t position, int64_t end, Group* g) {
+  int64_t bs = tile.a.block_size, second = position + bs;
+  g->low = tile.block(tile.a.keys, position) + position % bs;
+  g->high = bs >= W ? g->low + W / 2 : second < end ? tile.block(tile.a.keys, second) : g->low;
+}
+
+template <class T, bool Split> void score_chunk_as(const Tile<T>& tile, int64_t start, int64_t first, int64_t end) {
+  int step = tile.block_rows();
+  int64_t bs = tile.a.block_size, last = tile.end(tile.rows - 1);
+  for (int64_t at = first; at < end; at += NV * W) {
+    Group g[NV];
+    for (int j = 0; j < NV; ++j) {
+      int64_t here = at + j * W < end ? at + j * W : at, next = here + NV * W < last ? here + NV * W : here;
+      set_keys(tile, here, end, &g[j]);
+      g[j].next_keys = tile.block(tile.a.keys, next) + next % bs;
+      g[j].values = tile.block(tile.a.values, here) + here % bs / per_unit<T> * tile.dim;
+    }
+    for (int r = 0; r < tile.rows; r += step) {
+      int n = tile.rows - r < step ? tile.rows - r : step;
+      score_rows<T, kBlockRows, Split>(n, tile.q + r * tile.dim, tile.dim, g, r == 0, bs, tile.scores + r * kScoreStride + (at - start));
+    }
+  }
 }
 
 template <class T> void score_chunk(const Tile<T>& tile, int64_t start, int64_t first, int64_t end) {
-  bool split = tile.a.block_size < W;
-  int tiles = (tile.rows + kTileRows - 1) / kTileRows, step = (tile.rows + tiles - 1) / tiles;
-  for (int64_t at = first; at < end; at += 2 * W) {
-    Group g[2] = {group_at(tile, at, end), {}};
-    g[1] = at + W < end ? group_at(tile, at + W, end) : g[0];
-    for (int r = 0; r < tile.rows; r += step) {
-      int n = tile.rows - r < step ? tile.rows - r : step;
-      auto f = split ? score_rows<T, kTileRows, true> : score_rows<T, kTileRows, false>;
-      f(n, tile.q + r * tile.dim, tile.dim, g, tile.a.block_size, tile.scores + r * kScoreStride + (at - start));
-    }
-  }
+  auto f = tile.a.block_size < W ? score_chunk_as<T, true> : score_chunk_as<T, false>;
+  f(tile, start, first, end);
 }
 
 // ---- weights --------------------------------------------------------------------------------------------------------
@@ -160,39 +177,34 @@ struct ValueBlocks {
   bool odd;
 };
 
-template <class T, int p, int MR> INLINE void value_step(const float* w, vi v0, vi v1, vf (&acc)[MR][2]) {
-  vf a = part<p>(T{}, v0), b = part<p>(T{}, v1);
-  for (int i = 0; i < MR; ++i) {
-    vf weight = splat(w[i * kScoreStride + p]);
-    acc[i][0] = fma(weight, a, acc[i][0]);
-    acc[i][1] = fma(weight, b, acc[i][1]);
-  }
-}
-
-template <class T, int MR> void value_block(const float* w, const ValueBlocks& b, int64_t dim, int d0, int d1, float* out) {
-  vf acc[MR][2] = {};
+// NV vectors of the head from d on; vectors past its end are another's copy and not stored.
+template <class T, int MR> void value_block(const float* w, const ValueBlocks& b, int64_t dim, int d, float* out) {
+  vf acc[MR][NV] = {};
+  int64_t at[NV];
+  for (int j = 0; j < NV; ++j) at[j] = d + j * W < dim ? d + j * W : d;
   for (int n = 0; n < b.count; ++n) {
-    const uint32_t* v = b.base[n];
     bool odd = b.odd && n + 1 == b.count;
-    int to = b.to[n] - odd;
-    for (int u = b.from[n]; u < to; ++u, w += per_unit<T>) {
-      vi v0 = load_units(v + u * dim + d0), v1 = load_units(v + u * dim + d1);
-      value_step<T, 0>(w, v0, v1, acc);
-      if constexpr (per_unit<T> == 2) value_step<T, 1>(w, v0, v1, acc);
+    const uint32_t *v = b.base[n] + b.from[n] * dim, *stop = b.base[n] + (b.to[n] - odd) * dim;
+    vi values[NV];
+    for (; v < stop; v += dim, w += per_unit<T>) {
+      for (int j = 0; j < NV; ++j) values[j] = load_units(v + at[j]);
+      multiply<T, 0>(w, kScoreStride, values, acc);
+      if constexpr (per_unit<T> == 2) multiply<T, 1>(w, kScoreStride, values, acc);
     }
-    if (odd) value_step<T, 0>(w, load_units(v + to * dim + d0), load_units(v + to * dim + d1), acc);
+    if (!odd) continue;
+    for (int j = 0; j < NV; ++j) values[j] = load_units(v + at[j]);
+    multiply<T, 0>(w, kScoreStride, values, acc);
   }
-  for (int i = 0; i < MR; ++i) {
-    store(out + i * dim + d0, acc[i][0]);
-    store(out + i * dim + d1, acc[i][1]);
-  }
+  for (int i = 0; i < MR; ++i)
+    for (int j = 0; j < NV; ++j)
+      if (d + j * W < dim) store(out + i * dim + d + j * W, acc[i][j]);
 }
 
-template <class T, int MR> void value_rows(int rows, const float* w, const ValueBlocks& b, int64_t dim, int d0, int d1, float* out) {
+template <class T, int MR> void value_rows(int rows, const float* w, const ValueBlocks& b, int64_t dim, int d, float* out) {
   if constexpr (MR > 1) {
-    if (rows < MR) return value_rows<T, MR - 1>(rows, w, b, dim, d0, d1, out);
+    if (rows < MR) return value_rows<T, MR - 1>(rows, w, b, dim, d, out);
   }
-  value_block<T, MR>(w, b, dim, d0, d1, out);
+  value_block<T, MR>(w, b, dim, d, out);
 }
 
 template <class T> void value_chunk(const Tile<T>& tile, int64_t start, int64_t first, int64_t end, float* out) {
@@ -208,14 +220,11 @@ template <class T> void value_chunk(const Tile<T>& tile, int64_t start, int64_t 
     b.from[b.count] = static_cast<int>(at % bs / P);
     b.to[b.count++] = static_cast<int>((stop + P - 1) / P);
   }
-  int tiles = (tile.rows + kTileRows - 1) / kTileRows, step = (tile.rows + tiles - 1) / tiles;
+  int step = tile.block_rows();
   for (int r = 0; r < tile.rows; r += step) {
     int n = tile.rows - r < step ? tile.rows - r : step;
     const float* w = tile.scores + r * kScoreStride + (first - start);
-    for (int d = 0; d < tile.dim; d += 2 * W) {
-      int second = d + W < tile.dim ? d + W : d;
-      value_rows<T, kTileRows>(n, w, b, tile.dim, d, second, out + static_cast<int64_t>(r) * tile.dim);
-    }
+    for (int d = 0; d < tile.dim; d += NV * W) value_rows<T, kBlockRows>(n, w, b, tile.dim, d, out + static_cast<int64_t>(r) * tile.dim);
   }
 }
 

