@@ -33,7 +33,7 @@ class Script:
     gap_s: float = 0.0
     usage: dict[str, int] | None = field(default_factory=lambda: {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8})
     status: int = 200  # of every completion; not 200: the error envelope
-    fail_after: int | None = None  # completions from this number on are a 500
+    failing: range = range(0)  # numbers of the completions that are a 500; the first is 1
     key: str | None = None  # a key that requests must bring
     error_event: bool = False  # after the pieces
     done: bool = True
@@ -106,7 +106,7 @@ class FakeServer:
         try:
             if self._is_refused(handler):
                 return
-            if script.status != 200 or (script.fail_after is not None and number > script.fail_after):
+            if script.status != 200 or number in script.failing:
                 status = 500 if script.status == 200 else script.status
                 self._json(handler, status, {"error": {"message": f"fault {status}", "type": "x", "param": None, "code": None}})
                 return

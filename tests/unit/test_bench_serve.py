@@ -142,7 +142,7 @@ def test_requests_leave_when_they_are_due(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- faults
 def test_failed_requests_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeServer(fail_after=3) as server:
+    with FakeServer(failing=range(4, 9)) as server:
         code, figures = bench(server, tmp_path, "--num-prompts", "5", "--max-concurrency", "1")  # the warm-up is the first of three
     assert code == 1
     assert (figures["completed"], figures["failed"], figures["errors"]) == (2, 3, {"500: fault 500": 3})

@@ -88,11 +88,12 @@ def test_a_line_may_go_on_and_an_interrupt_forgets_it(typed: Any) -> None:
 
 
 def test_an_error_is_shown_and_the_question_forgotten(typed: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    typed("one", "two")
-    with FakeServer(fail_after=1) as server:
+    typed("one", "two", "three")
+    with FakeServer(failing=range(2, 3)) as server:
         assert main(["chat", "--url", server.url]) == 0
+    assert conversations(server)[2] == [("user", "one"), ("assistant", "abc"), ("user", "three")]
     shown = capsys.readouterr()
-    assert shown.out == "abc\n"
+    assert shown.out == "abc\nabc\n"
     assert f"error: {server.url} answered 500: fault 500" in shown.err and "Traceback" not in shown.err
 
 
