@@ -26,6 +26,7 @@ from oarlock.server.params import Options
 from oarlock.server.state import OpenRequest, ServerState
 
 DONE = b"data: [DONE]\n\n"
+THREAD_CHARS = 20_000  # more text than this in a batch is tokenised in a thread, so that streams go on
 encode = msgspec.json.Encoder().encode
 
 
@@ -73,6 +74,7 @@ class Answer(Response, abc.ABC):
         self.answer_id = self.id_prefix + request_id
         self.usage = Usage()
         self.background = None
+        self._inputs = list(prompts)  # what the engine gets; token ids, once a batch has been checked
         self._extra = headers
         self._renames = renames or {}
         self._engine_ids = [f"{uuid.uuid4().hex}-{i}" for i in range(len(prompts))]
@@ -107,6 +109,7 @@ class Answer(Response, abc.ABC):
 
     async def _whole(self, opened: OpenRequest, send: Send) -> None:
         try:
+            await self._check_batch()
             outputs = await self._results()
             for output in outputs:
                 self._count_prompt(output)
@@ -130,6 +133,7 @@ class Answer(Response, abc.ABC):
     async def _stream(self, opened: OpenRequest, send: Send) -> None:
         started = False
         try:
+            await self._check_batch()
             async with contextlib.aclosing(self._events()) as events:
                 async for event in events:
                     if not started:
@@ -166,7 +170,7 @@ class Answer(Response, abc.ABC):
     # ---------------------------------------------------------------- the engine
     def _generate(self, index: int, *, stream: bool) -> AsyncGenerator[RequestOutput, None]:
         return self.state.llm.generate(
-            self.prompts[index],
+            self._inputs[index],
             self.params,
             self._engine_ids[index],
             priority=self.options.priority,
@@ -175,6 +179,19 @@ class Answer(Response, abc.ABC):
             add_special_tokens=self.options.add_special_tokens,
             param=self.prompt_param,
         )
+
+    async def _check_batch(self) -> None:
+        """Check and tokenise every prompt of a batch before the first one costs anything. Raises RequestError."""
+        if len(self.prompts) > 1:
+            long = sum(map(len, self.prompts)) > THREAD_CHARS
+            self._inputs = await asyncio.to_thread(self._token_ids) if long else self._token_ids()
+
+    def _token_ids(self) -> list[Any]:
+        make, options = self.state.llm.processor.make_request, self.options
+        return [
+            make(prompt, self.params, engine_id, add_special_tokens=options.add_special_tokens, param=self.prompt_param)[0].prompt_token_ids
+            for prompt, engine_id in zip(self.prompts, self._engine_ids, strict=True)
+        ]
 
     async def _result(self, index: int) -> RequestOutput:
         engine_id = self._engine_ids[index]
