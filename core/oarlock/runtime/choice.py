@@ -47,7 +47,7 @@ def choose_ops(records: Sequence[OpImpl], device: Device, dtype: str) -> Ops:
     """The op registry bound for one device and dtype."""
     ops = bind_ops(records, dtype)
     if device.capabilities.kv_update == "in_place" and ("index_update", "reference") in ((op, name) for op, name, _ in ops.table):
-        ops.index_update = index_update_in_place
+        setattr(ops, "index_update", index_update_in_place)  # noqa: B010  ops are attributes that no class declares
     return ops
 
 
@@ -61,7 +61,7 @@ def choose_attention(
     records: Sequence[AttentionSpec], device: Device, params: AttentionParams, kind: str, dtype: str, block_size: int
 ) -> tuple[Attention, str, str]:
     """(implementation, its name, who was rejected and why) for one KV cache group."""
-    facts = {"head_dim": params.head_dim, "num_heads": params.num_heads, "num_kv_heads": params.num_kv_heads}
+    facts: dict[str, Any] = {"head_dim": params.head_dim, "num_heads": params.num_heads, "num_kv_heads": params.num_kv_heads}
     facts |= {"kind": kind, "dtype": dtype, "block_size": block_size, "window": params.window, "softcap": params.softcap}
     found = best(records, "attention", **facts)
     if found.spec is not None:
