@@ -27,8 +27,9 @@ install:
 
 serve:
 	@tools/install.sh run
-	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python tools/make_models.py --gguf-only smollm2) || exit 1; \
-	exec $(BIN)/oarlock serve "$$model" --device "$(DEVICE)" --port "$(PORT)"
+	@model="$(MODEL)"; name=; \
+	[ -n "$$model" ] || { model=$$($(BIN)/python tools/make_models.py --gguf-only smollm2) || exit 1; name="--served-model-name smollm2"; }; \
+	exec $(BIN)/oarlock serve "$$model" $$name --device "$(DEVICE)" --port "$(PORT)"
 
 test: install
 	@$(BIN)/python -m pytest $(TESTS)
