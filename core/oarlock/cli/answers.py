@@ -12,7 +12,7 @@ import ipaddress
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -38,6 +38,9 @@ SAMPLING: dict[str, tuple[type, str]] = {
 }
 
 
+Answer = Generator[str, None, None]  # the pieces of a text; closing it ends the answer
+
+
 class AnswerError(OarlockError):
     """An answer could not be had; the message says why."""
 
@@ -48,11 +51,11 @@ class Source(abc.ABC):
     name: str  # of the model
 
     @abc.abstractmethod
-    def chat(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> Iterator[str]:
+    def chat(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> Answer:
         """The pieces of the answer to a conversation. Raises OarlockError; KeyboardInterrupt ends the answer and leaves the source usable."""
 
     @abc.abstractmethod
-    def complete(self, prompt: str, fields: dict[str, Any]) -> Iterator[str]:
+    def complete(self, prompt: str, fields: dict[str, Any]) -> Answer:
         """The pieces that continue a text. Raises as `chat` does."""
 
     @abc.abstractmethod
@@ -127,13 +130,13 @@ class ServerSource(Source):
         except (ValueError, LookupError, TypeError):
             raise AnswerError(f"{self.url}/v1/models lists no model; name one with --model") from None
 
-    def chat(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> Iterator[str]:
+    def chat(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> Answer:
         return self._stream("/v1/chat/completions", {"model": self.name, "messages": messages, **fields})
 
-    def complete(self, prompt: str, fields: dict[str, Any]) -> Iterator[str]:
+    def complete(self, prompt: str, fields: dict[str, Any]) -> Answer:
         return self._stream("/v1/completions", {"model": self.name, "prompt": prompt, **fields})
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[str]:
+    def _stream(self, path: str, body: dict[str, Any]) -> Answer:
         with self._reporting(), self._http.stream("POST", path, json={**body, "stream": True}) as response:
             if response.status_code != 200:
                 raise self._refused(response.status_code, response.read())
@@ -200,7 +203,7 @@ class LocalSource(Source):
         self._inputs = InputProcessor(self._client.info, self._tokenizer, self._summary, InputLimits.make(config.model))
         self._outputs = OutputProcessor(self._tokenizer, self._client.abort)
 
-    def chat(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> Iterator[str]:
+    def chat(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> Answer:
         from oarlock.frontend.chat import load_chat_template, missing_template
 
         if self._template is None:
@@ -210,10 +213,10 @@ class LocalSource(Source):
         text = self._template.render(messages, add_generation_prompt=True)
         return self._stream(text, fields, add_special_tokens=False)
 
-    def complete(self, prompt: str, fields: dict[str, Any]) -> Iterator[str]:
+    def complete(self, prompt: str, fields: dict[str, Any]) -> Answer:
         return self._stream(prompt, fields, add_special_tokens=True)
 
-    def _stream(self, prompt: str, fields: dict[str, Any], *, add_special_tokens: bool) -> Iterator[str]:
+    def _stream(self, prompt: str, fields: dict[str, Any], *, add_special_tokens: bool) -> Answer:
         from oarlock.frontend.outputs import exception_for
         from oarlock.sampling_params import SamplingParams
 
