@@ -22,9 +22,10 @@ def describe() -> str:
     """The whole surface as text: one block per public name."""
     import oarlock.backend_api as light
     from oarlock.backend_api import runtime
+    from oarlock.backend_api.runtime import model
 
     out = [f"api {light.API_VERSION[0]}.{light.API_VERSION[1]}"]
-    for module in (light, runtime):
+    for module in (light, runtime, model):
         for name in sorted(module.__all__):
             out += ["", f"{module.__name__}.{name}", *_members(getattr(module, name))]
     return "\n".join(out) + "\n"

@@ -19,8 +19,9 @@ def test_public_surface_is_the_committed_one():
 def test_public_surface_names_everything_exported():
     import oarlock.backend_api as light
     from oarlock.backend_api import runtime
+    from oarlock.backend_api.runtime import model
 
     text = describe()
-    for module in (light, runtime):
+    for module in (light, runtime, model):
         for name in module.__all__:
             assert f"{module.__name__}.{name}\n" in text

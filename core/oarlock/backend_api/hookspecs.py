@@ -4,7 +4,9 @@ Owns: names, arguments and return types of the hooks.
 Reads: `specs`.
 Never: runs a plugin (`oarlock.plugins` does).
 
-Every hook is a list hook: each plugin may answer with a list of records, and core chooses among them.
+Every hook is a list hook: each plugin may answer with a list of records, and core chooses among them. An implementation takes
+the arguments that it wants, by name. Processes: the *front* process parses the command line or is the caller of `LLM(...)`; an
+*engine* process runs the scheduler, and a *worker* holds a device. Offline all three are one.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ class Hooks:
 
     @hookspec
     def devices(self) -> list[specs.DeviceSpec]:
-        """Devices this package provides. Discovery, once, front process; must not import torch.
+        """Devices that this package provides; only from an entry point of `oarlock.devices`.
 
+        When: discovery; once in each process that looks for plugins. No torch.
         Example:
             @hookimpl
             def devices():
@@ -37,19 +40,58 @@ class Hooks:
         """
 
     @hookspec
-    def extensions(self) -> list[specs.Extension]:
-        """Parts added to core: models, load formats, executors, routes, commands, parsers, sinks. Configure, once; no torch.
+    def options(self) -> list[specs.OptionSpec]:
+        """Options of this plugin, on the command line and for `LLM(...)`. Those of a device package need its device.
 
+        When: discovery; once in each process that looks for plugins. No torch.
+        Example:
+            @hookimpl
+            def options():
+                return [OptionSpec(namespace="mydev", name="streams", type="int", default=2, help="Copy streams.")]
+        """
+
+    @hookspec
+    def extensions(self) -> list[specs.Extension]:
+        """Parts that this plugin adds to core: commands, models, executors, routes, sinks. Imported when they are used.
+
+        When: discovery; once in each process that looks for plugins. No torch.
         Example:
             @hookimpl
             def extensions():
-                return [Extension(kind="model", name="MyForCausalLM", factory="my_pkg.model:MyFamily")]
+                return [Extension(kind="model", name="MyForCausalLM", factory="my_pkg.my_family")]
+        """
+
+    @hookspec
+    def adjust_config(self, config: Any, device: specs.DeviceSpec) -> list[specs.ConfigChange]:
+        """Changes to the configuration that this device or feature needs. `config.typed` are the paths that the user set: changing
+        one of those is an error, so leave them alone, or let the error tell the user what cannot be combined.
+
+        When: configure, after the device was chosen and the checkpoint's config read; once, in the front process. No torch.
+        Example:
+            @hookimpl
+            def adjust_config(config, device):
+                slow = device.name == "mydev" and "scheduler.max_num_seqs" not in config.typed
+                return [ConfigChange("scheduler.max_num_seqs", 16, "each size is compiled")] if slow else []
+        """
+
+    @hookspec
+    def check_model(self, model: Any, config: Any, device: specs.DeviceSpec) -> list[specs.Problem]:
+        """What stands against this model under this configuration. An error ends the start before weights are read; a warning is
+        logged. `model` is the checkpoint's summary (architecture, num_layers, hidden_size, vocab_size, layer_windows, ...).
+
+        When: configure, after `adjust_config`; once, in the front process. No torch.
+        Example:
+            @hookimpl
+            def check_model(model, config, device):
+                odd = device.name == "mydev" and model.head_dim % 8
+                return [Problem("error", f"heads of {model.head_dim} are no multiple of 8", "--device cpu serves it")] if odd else []
         """
 
     @hookspec
     def attention(self, device: Any) -> list[specs.AttentionSpec]:
-        """Attention implementations for this device. Worker start, once.
+        """Attention implementations for this device.
 
+        When: worker start; once for each KV cache group, in each worker.
         Example:
             @hookimpl
             def attention(device):
@@ -58,8 +100,9 @@ class Hooks:
 
     @hookspec
     def kernels(self, device: Any) -> list[specs.OpImpl]:
-        """Op implementations for this device. Worker start, once.
+        """Op implementations for this device.
 
+        When: worker start; once in each worker.
         Example:
             @hookimpl
             def kernels(device):
@@ -68,8 +111,9 @@ class Hooks:
 
     @hookspec
     def graph_runner(self, device: Any) -> list[specs.GraphRunnerSpec]:
-        """How this device compiles or captures programs. Worker start, once. Core's own: eager, capture, compile.
+        """How this device compiles or captures programs. Core's own runs them as they are.
 
+        When: worker start; once in each worker, not under --enforce-eager.
         Example:
             @hookimpl
             def graph_runner(device):
@@ -78,18 +122,20 @@ class Hooks:
 
     @hookspec
     def communicator(self, device: Any) -> list[specs.CommunicatorSpec]:
-        """Collectives between ranks. Worker start, once. Core's own: torch.distributed.
+        """Collectives between ranks. Core's own is torch.distributed over what the device declares.
 
+        When: worker start; once in each worker.
         Example:
             @hookimpl
             def communicator(device):
-                return [CommunicatorSpec(name="shm", factory="oarlock_cpu.shm:SharedMemoryCommunicator", priority=10)]
+                return [CommunicatorSpec(name="shm", factory="oarlock_mydev.shm:SharedMemoryCommunicator", priority=10)]
         """
 
     @hookspec
     def conformance(self) -> list[specs.ConformanceProfile]:
-        """Limits and expected failures for the conformance kit. Tests only.
+        """Limits and expected failures for the conformance kit.
 
+        When: tests; once for each run of the kit.
         Example:
             @hookimpl
             def conformance():

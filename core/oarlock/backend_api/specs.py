@@ -56,12 +56,15 @@ def always(**_: Any) -> Support:
 
 @dataclass(frozen=True, slots=True)
 class OptionSpec:
-    """A namespaced CLI option of a plugin, `--<namespace>-<name>`."""
+    """A namespaced option of a plugin: `--<namespace>-<name>`, and the keyword `<namespace>_<name>` of `LLM(...)`.
 
-    namespace: str
-    name: str
+    Its value, typed or default, is `Device.options["<namespace>_<name>"]` and `config.device.options[...]`.
+    """
+
+    namespace: str  # lower-case letters and digits, "sim"
+    name: str  # the same, and single dashes: "max-steps"
     type: Literal["str", "int", "float", "bool"]
-    default: Any
+    default: Any  # of that type; None: unset
     help: str
 
 
@@ -69,9 +72,9 @@ class OptionSpec:
 class ConfigChange:
     """A change that a plugin asks for. Applied in order and printed; what the user typed may not be changed."""
 
-    path: str  # dotted: "cache.block_size"
-    value: Any
-    reason: str
+    path: str  # a field of the configuration, dotted: "cache.block_size"; not of the model, whose files are read already
+    value: Any  # as the field holds it
+    reason: str  # completes "because"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +88,23 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """A typed part that a plugin adds to core."""
+    """A part that a plugin adds to core. A device package's part counts only where its device was chosen; commands always do.
 
-    kind: Literal["model", "load_format", "executor", "structured_output", "tool_parser", "reasoning_parser", "route", "command", "sink"]
+    What `factory` names, by kind:
+        command   function(arguments: list[str]) -> exit code; `oarlock NAME`
+        model     module or object with model_spec(summary) and weight_specs(summary, spec), made of the records in
+                  `backend_api.runtime.model`; the name is the architecture in config.json
+        executor  class that runs steps, made and called as core's own executors; --distributed-executor-backend NAME
+        route     function(app) that adds routes to the FastAPI application; the API key guards them
+        sink      function(config) -> an observer with observe(steps) and close(), or None to take no part. `steps` is a list of
+                  what the engine said after each step (.stats, .step_s, .outputs); called about once a second, off the step path
+    """
+
+    kind: Literal["command", "model", "executor", "route", "sink"]
     name: str
     factory: str  # import string
-    priority: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizationMethodSpec:
-    """How a quantized checkpoint is recognised; the factory maps its layers to schemes in the worker."""
-
-    name: str
-    factory: str
-    recognises: Callable[[dict[str, Any]], bool]  # given config.json's quantization_config
-    priority: int = 0
+    priority: int = 0  # core's own parts have 0; a part of the same kind and name replaces those of lower priority
+    help: str = ""  # one line for `oarlock --help`; commands only
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +128,6 @@ class OpImpl:
     version: int = 1  # of the op's definition
     supports: Callable[..., Support] = always  # supports(dtype=, **the op's static arguments)
     prepare: str | None = None  # import string: pack a weight once at load
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryProfilerSpec:
-    """How the worker measures what is free and what a step needs."""
-
-    name: str
-    factory: str
-    priority: int = 0
-    supports: Callable[..., Support] = always
 
 
 @dataclass(frozen=True, slots=True)
