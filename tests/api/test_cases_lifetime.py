@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -142,6 +143,46 @@ def test_kill_leaves_no_orphan_while_loading(start_server: Callable[..., RealSer
     server.wait_no_process(10)
 
 
+def test_an_engine_that_dies_while_loading_ends_the_server(start_server: Callable[..., RealServer]) -> None:
+    server = start_server(ready=False)
+    wait_until(lambda: len(server.session_pids()) >= 2, 20)
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert server.wait_exit(10) == 1
+    server.wait_no_process(5)
+    assert "signal 9" in server.output().strip().splitlines()[-1] and "Traceback" not in server.output()
+
+
+def test_a_worker_that_dies_ends_every_request_and_the_server(start_server: Callable[..., RealServer]) -> None:
+    server = start_server("--tensor-parallel-size", "2")
+    opened = Open(server, streams=1, wholes=1, max_tokens=1800)
+    engine = server.engine_pid()
+    workers = [pid for pid in server.session_pids() if pid not in (server.pid, engine)]
+    assert len(workers) >= 1
+    os.kill(workers[-1], signal.SIGKILL)
+    for result in opened.join(5):
+        if isinstance(result, list):
+            assert result[-1] == "[DONE]" and result[-2]["error"]["type"] == "server_error"
+        else:
+            assert result.status_code == 503
+    assert server.wait_exit(10) == 1
+    server.wait_no_process(5)
+
+
+def test_https(start_server: Callable[..., RealServer], tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command to make a certificate with")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    server = start_server("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), ready=False)
+    with httpx.Client(base_url=server.base_url.replace("http", "https"), verify=ssl.create_default_context(cafile=str(certificate))) as http:
+        wait_until(lambda: _status(http) == 200, 60)
+        body = server.cmp_body(max_tokens=3, ignore_eos=True)
+        assert http.post(CMP, json=body).json()["usage"]["completion_tokens"] == 3
+        assert http.post(CMP, json={**body, "stream": True}).text.endswith("data: [DONE]\n\n")
+    wait_until(lambda: server.base_url.replace("http", "https") in server.output(), 2)
+
+
 def test_port_in_use_early(tiny_model: Path) -> None:
     for listening in (False, True):
         with socket.socket() as taken:
@@ -222,7 +263,7 @@ def test_a_loading_server_says_so(start_server: Callable[..., RealServer]) -> No
         if response.status_code == 200:
             break
         assert response.json()["error"]["code"] == "loading" and response.headers["retry-after"]
-        assert server.http.post(CMP, json={}).status_code == 503
+        assert server.http.post(CMP, json={}).status_code in (503, 400)  # 400: it has become ready in between
     assert seen == {200, 503}
     wait_until(lambda: "ready after" in server.output(), 2)
     (line,) = [line for line in server.output().splitlines() if "ready after" in line]
