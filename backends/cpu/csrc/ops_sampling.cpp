@@ -63,23 +63,26 @@ struct Row {
   float scaled(int64_t id) const { return logits[id] / temperature; }
 };
 
-std::vector<int32_t>& ids_of_thread(int64_t n) {
-  static thread_local std::vector<int32_t> ids;
-  if (static_cast<int64_t>(ids.size()) < n) ids.resize(n);
-  return ids;
+// Buffers of this thread, at least n long.
+template <class T> std::vector<T>& buffer_of_thread(int64_t n) {
+  static thread_local std::vector<T> buffer;
+  if (static_cast<int64_t>(buffer.size()) < n) buffer.resize(n);
+  return buffer;
 }
+
+// An approximation of logits / temperature + noise is good to about 1e-6: whoever lies this far below its maximum cannot win.
+float cannot_win(float best) { return best - 1e-3f - 1e-5f * std::fabs(best); }
 
 // The best of logits / temperature + noise over the whole vocabulary: an approximation finds the candidates, the definition decides.
 int32_t sample_all(const Row& row) {
-  static thread_local std::vector<float> noisy;
-  if (static_cast<int64_t>(noisy.size()) < row.vocab) noisy.resize(row.vocab);
+  std::vector<float>& noisy = buffer_of_thread<float>(row.vocab);
   const Kernels* k = kernels();
   k->gumbel(row.logits, row.vocab, row.temperature, row.key, row.position, noisy.data());
   float best;
   int64_t at;
   k->argmax(noisy.data(), row.vocab, &best, &at);
-  std::vector<int32_t>& ids = ids_of_thread(row.vocab);
-  int64_t n = k->at_least(noisy.data(), row.vocab, best - 1e-3f - 1e-5f * std::fabs(best), ids.data());
+  std::vector<int32_t>& ids = buffer_of_thread<int32_t>(row.vocab);
+  int64_t n = k->at_least(noisy.data(), row.vocab, cannot_win(best), ids.data());
   float top = -INFINITY;
   int32_t chosen = static_cast<int32_t>(at);
   for (int64_t i = 0; i < n; ++i) {
@@ -89,81 +92,96 @@ int32_t sample_all(const Row& row) {
   return chosen;
 }
 
-// Candidates of a truncated row in order, best first, equal logits by id: the `rank` of the definition.
-// Only those are sorted that are needed: the k best, or ever more until their probability exceeds top_p.
-struct Kept {
-  std::vector<int32_t> ids;  // sorted
-  int64_t count = 0;         // of them kept
+struct Candidate {
+  float logit, p;  // p: exp(scaled - best), not normalised
+  int32_t id;
 };
 
-void sort_best(const Row& row, std::vector<int32_t>& ids, int64_t first) {
-  auto better = [&](int32_t a, int32_t b) { return row.logits[a] != row.logits[b] ? row.logits[a] > row.logits[b] : a < b; };
-  if (first < static_cast<int64_t>(ids.size())) {
-    std::nth_element(ids.begin(), ids.begin() + first, ids.end(), better);
-    ids.resize(first);
-  }
-  std::sort(ids.begin(), ids.end(), better);
-}
+// The order of the definition: best first, equal logits by id.
+bool better(const Candidate& a, const Candidate& b) { return a.logit != b.logit ? a.logit > b.logit : a.id < b.id; }
 
-// Keeps ids until the probability before one reaches top_p; `mass` is the sum of exp(scaled - best) over what is left.
-// Returns how many are kept; all of them may not be enough.
-int64_t keep_top_p(const Row& row, const std::vector<int32_t>& ids, float best, double mass, bool* enough) {
-  double before = 0;
-  for (size_t i = 0; i < ids.size(); ++i) {
-    if (before / mass >= row.top_p && i > 0) {
-      *enough = true;
-      return i;
-    }
-    before += std::exp(row.scaled(ids[i]) - best);
-  }
-  *enough = false;
-  return ids.size();
-}
-
-Kept truncate(const Row& row, float best_logit) {
-  const Kernels* k = kernels();
-  Kept kept;
-  float best = best_logit / row.temperature;
-  // min_p: exp(scaled - best) >= min_p. The bound is a little generous; the definition decides below.
-  float bound = row.min_p > 0 ? (best + std::log(row.min_p)) * row.temperature : -INFINITY;
-  bound -= std::isfinite(bound) ? 1e-4f * (std::fabs(bound) + row.temperature) : 0;
-  auto passes = [&](int32_t id) { return row.logits[id] > -INFINITY && std::exp(row.scaled(id) - best) >= row.min_p; };
-  auto candidates = [&](float at_least) {
-    std::vector<int32_t>& ids = ids_of_thread(row.vocab);
-    int64_t n = k->at_least(row.logits, row.vocab, at_least, ids.data());
-    kept.ids.assign(ids.begin(), ids.begin() + n);
-    kept.ids.erase(std::remove_if(kept.ids.begin(), kept.ids.end(), [&](int32_t id) { return !passes(id); }), kept.ids.end());
-  };
-  bool limited = row.top_k > 0 && row.top_k < row.vocab, nucleus = row.top_p < 1;
-  if (limited || !nucleus) {
-    candidates(bound);
-    if (!nucleus && !limited) {
-      kept.count = kept.ids.size();
-      return kept;  // order does not matter
-    }
-    sort_best(row, kept.ids, std::min<int64_t>(row.top_k, kept.ids.size()));
-    kept.count = kept.ids.size();
-    double mass = 0;
-    for (int32_t id : kept.ids) mass += std::exp(row.scaled(id) - best);
-    bool enough;
-    if (nucleus) kept.count = keep_top_p(row, kept.ids, best, mass, &enough);
-    return kept;
-  }
+double mass_of(const Candidate* begin, const Candidate* end) {
   double mass = 0;
+  for (; begin != end; ++begin) mass += begin->p;
+  return mass;
+}
+
+// Keeps candidates while those before them weigh less than `limit`; at least one. Halves what is undecided instead of sorting it all.
+void keep_mass(std::vector<Candidate>& c, double limit) {
+  Candidate* all = c.data();
+  size_t low = 0, high = c.size();
+  double before = 0;
+  while (high - low > 32) {
+    size_t middle = low + (high - low) / 2;
+    std::nth_element(all + low, all + middle, all + high, better);
+    double half = mass_of(all + low, all + middle);
+    if (before + half >= limit) high = middle; else before += half, low = middle;
+  }
+  std::sort(all + low, all + high, better);
+  size_t kept = low;
+  for (; kept < high && (before < limit || kept == 0); ++kept) before += all[kept].p;
+  c.resize(kept);
+}
+
+void keep_best(std::vector<Candidate>& c, int64_t k) {
+  if (k >= static_cast<int64_t>(c.size())) return;
+  std::nth_element(c.begin(), c.begin() + k, c.end(), better);
+  c.resize(k);
+}
+
+// Tokens with a logit of at least `bound` that pass min_p.
+void find_candidates(const Row& row, float bound, float best, std::vector<Candidate>& c) {
+  std::vector<int32_t>& ids = buffer_of_thread<int32_t>(row.vocab);
+  int64_t n = kernels()->at_least(row.logits, row.vocab, bound, ids.data());
+  c.clear();
+  for (int64_t i = 0; i < n; ++i) {
+    float logit = row.logits[ids[i]], p = std::exp(row.scaled(ids[i]) - best);
+    if (logit > -INFINITY && p >= row.min_p) c.push_back({logit, p, ids[i]});
+  }
+}
+
+// What min_p, top_k and top_p leave, in no order. Looks at ever more of the vocabulary until that is enough.
+void truncate(const Row& row, float best_logit, std::vector<Candidate>& c) {
+  float best = best_logit / row.temperature;
+  bool limited = row.top_k > 0 && row.top_k < row.vocab, nucleus = row.top_p < 1;
+  float lowest = -INFINITY;  // of the logits that may pass min_p; a little generous
   if (row.min_p > 0) {
-    candidates(bound);
-    for (int32_t id : kept.ids) mass += std::exp(row.scaled(id) - best);
-  } else {
-    mass = k->sum_exp(row.logits, row.vocab, best_logit, row.temperature);
+    lowest = (best + std::log(row.min_p)) * row.temperature;
+    lowest -= 1e-4f * (std::fabs(lowest) + row.temperature);
   }
-  for (float depth = 4;; depth *= 2) {  // in units of the temperature; 128 is beyond any float32 probability
-    bool last = depth > 128;
-    candidates(last ? bound : std::max(bound, best_logit - depth * row.temperature));
-    sort_best(row, kept.ids, kept.ids.size());
-    bool enough;
-    kept.count = keep_top_p(row, kept.ids, best, mass, &enough);
-    if (enough || last) return kept;
+  double mass = -1;  // of what top_p looks at; -1: all candidates are needed to know
+  if (nucleus && !limited && row.min_p <= 0) mass = kernels()->sum_exp(row.logits, row.vocab, best_logit, row.temperature);
+  for (float depth = 4;; depth *= 2) {  // in units of the temperature
+    float bound = best_logit - depth * row.temperature;
+    bool last = depth > 128 || bound <= lowest || (!limited && mass < 0);
+    find_candidates(row, last ? lowest : bound, best, c);
+    bool enough = limited ? static_cast<int64_t>(c.size()) >= row.top_k : mass_of(c.data(), c.data() + c.size()) >= row.top_p * mass;
+    if (last || enough) break;
   }
+  if (limited) keep_best(c, row.top_k);
+  if (nucleus) keep_mass(c, row.top_p * (mass >= 0 ? mass : mass_of(c.data(), c.data() + c.size())));
+}
+
+// The best of the kept by scaled logit + noise. Many: by the approximation first.
+int32_t choose(const Row& row, const std::vector<Candidate>& c, int32_t fallback) {
+  constexpr size_t kMany = 512;
+  float bound = -INFINITY;
+  const float* noisy = nullptr;
+  if (c.size() > kMany) {
+    std::vector<float>& approximate = buffer_of_thread<float>(row.vocab);
+    kernels()->gumbel(row.logits, row.vocab, row.temperature, row.key, row.position, approximate.data());
+    noisy = approximate.data();
+    for (const Candidate& k : c) bound = std::max(bound, noisy[k.id]);
+    bound = cannot_win(bound);
+  }
+  float top = -INFINITY;
+  int32_t chosen = fallback;
+  for (const Candidate& k : c) {
+    if (noisy && noisy[k.id] < bound) continue;
+    float v = row.scaled(k.id) + gumbel_noise(row.key, row.position, k.id);
+    if (v > top) top = v, chosen = k.id;
+  }
+  return chosen;
 }
 
 int32_t sample_row(const Row& row) {
@@ -174,14 +192,9 @@ int32_t sample_row(const Row& row) {
   if (row.temperature < kGreedyBelow) return static_cast<int32_t>(at);
   if (!std::isfinite(best / row.temperature)) return -1;
   if (row.top_p >= 1 && row.min_p <= 0 && (row.top_k <= 0 || row.top_k >= row.vocab)) return sample_all(row);
-  Kept kept = truncate(row, best);
-  float top = -INFINITY;
-  int32_t chosen = static_cast<int32_t>(at);  // the best token is always kept
-  for (int64_t i = 0; i < kept.count; ++i) {
-    float v = row.scaled(kept.ids[i]) + gumbel_noise(row.key, row.position, kept.ids[i]);
-    if (v > top) top = v, chosen = kept.ids[i];
-  }
-  return chosen;
+  static thread_local std::vector<Candidate> kept;
+  truncate(row, best, kept);
+  return choose(row, kept, static_cast<int32_t>(at));  // the best token is always kept
 }
 
 Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_p, const Tensor& top_k, const Tensor& min_p, const Tensor& seed, const Tensor& choice,
@@ -218,11 +231,16 @@ void logprobs_row(const float* x, int64_t vocab, int64_t target, int64_t k, cons
   *to.rank = above + 1;
   if (k == 0) return;
   // Narrow the vocabulary to a few hundred candidates by lowering a bound, then sort those.
-  std::vector<int32_t>& ids = ids_of_thread(vocab);
+  std::vector<int32_t>& ids = buffer_of_thread<int32_t>(vocab);
   int64_t found = 0;
-  for (float depth = 4; found < k; depth *= 2) found = kernel->at_least(x, vocab, depth > 1e6f ? -INFINITY : best - depth, ids.data());
-  auto better = [&](int32_t a, int32_t b) { return x[a] != x[b] ? x[a] > x[b] : a < b; };
-  std::partial_sort(ids.begin(), ids.begin() + k, ids.begin() + found, better);
+  for (float depth = 4; found < k && depth < 1e6f; depth *= 2) found = kernel->at_least(x, vocab, best - depth, ids.data());
+  if (found < k) found = kernel->at_least(x, vocab, -INFINITY, ids.data());
+  if (found < k) {  // NaN among the logits: the row is reported by its sampled token; here it gets any ids
+    for (int64_t i = 0; i < k; ++i) to.ids[i] = static_cast<int32_t>(i), to.values[i] = NAN;
+    return;
+  }
+  auto higher = [&](int32_t a, int32_t b) { return x[a] != x[b] ? x[a] > x[b] : a < b; };
+  std::partial_sort(ids.begin(), ids.begin() + k, ids.begin() + found, higher);
   for (int64_t i = 0; i < k; ++i) to.ids[i] = ids[i], to.values[i] = static_cast<float>(x[ids[i]] - normaliser);
 }
 
