@@ -50,7 +50,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
-        """Wait to be told to stop; renew the date header once a second, while there is a connection to send it on."""
+        """Wait to be told to stop; renew the date header once a second."""
         while not self.should_exit:
             date = [(b"date", formatdate(time.time(), usegmt=True).encode())]
             self.server_state.default_headers = date + self.config.encoded_headers

@@ -17,12 +17,16 @@ from typing import Any
 from oarlock.server.errors import ApiError, bad
 
 MAX_DEPTH = 64
+MAX_BRACKETS = 500_000  # in the whole body, strings included: what bounds the time that reading it may take
+_CONTAINERS = frozenset((dict, list))
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The body as a dict. Raises ApiError 400. Linear in the body's size."""
     if not raw.strip():
         raise bad(None, "The request body is empty; send a JSON object.", "invalid_json")
+    if len(raw) > MAX_BRACKETS and raw.count(b"[") + raw.count(b"{") > MAX_BRACKETS:
+        raise bad(None, f"The request body has more than {MAX_BRACKETS} arrays and objects.", "invalid_json")
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_pairs, parse_constant=_constant, parse_float=_float)
     except RecursionError:
@@ -75,7 +79,8 @@ def _check(value: Any, may_hold_surrogates: bool) -> None:
             children = item.values() if isinstance(item, dict) else item
             if may_hold_surrogates:
                 _check_text(item, children)
-            following += [c for c in children if type(c) is dict or type(c) is list]
+            if not _CONTAINERS.isdisjoint(map(type, children)):
+                following += [c for c in children if type(c) in _CONTAINERS]
         if not following:
             return
         level = following
