@@ -73,7 +73,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, tokenizer: str | None = None, **options: Any) -> None:
         from oarlock.config.resolve import from_kwargs
-        from oarlock.engine.launch import launch_inprocess
+        from oarlock.engine.launch import prepare
         from oarlock.frontend.tokenizer import load_tokenizer
         from oarlock.model_summary import load_summary
 
@@ -85,7 +85,8 @@ class LLM:
         config = resolved.engine
         summary = load_summary(config.model)
         loaded = None if config.model.skip_tokenizer_init else load_tokenizer(summary, config.model)
-        self._attach(lambda: launch_inprocess(config, summary), summary, loaded, config)
+        launch = prepare(config, summary)
+        self._attach(launch.inprocess, summary, loaded, launch.config)
 
     @classmethod
     def from_client(cls, client: InProcessClient, summary: ModelSummary, tokenizer: Any | None, config: EngineConfig | None = None) -> LLM:

@@ -9,16 +9,18 @@ Never: imports a heavy module; calls a hook once serving has begun (`hook_calls(
 from __future__ import annotations
 
 import os
+import re
 import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pluggy
 
-from oarlock.backend_api import API_VERSION, PROJECT, DeviceSpec, Hooks, ProbeResult
+from oarlock.backend_api import API_VERSION, PROJECT, DeviceSpec, Extension, Hooks, OptionSpec, ProbeResult
 from oarlock.device_choice import DeviceRow, Selection, choose
 from oarlock.errors import ApiVersionMismatch, PluginError
 from oarlock.hints import Hint, load_hints
@@ -42,17 +44,28 @@ class FoundPlugin:
     error: str = ""  # one line: why not
     detail: str = ""  # the traceback
     devices: tuple[DeviceSpec, ...] = ()
+    options: tuple[OptionSpec, ...] = ()
+    extensions: tuple[Extension, ...] = ()
+
+    def serves(self, device: str) -> bool:
+        """Whether it takes part in a run on this device: its own package, and every feature plugin that works."""
+        return not self.error and (self.group == PLUGIN_GROUP or any(spec.name == device for spec in self.devices))
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Everything that discovery found. Made once in the front process, and once in each worker."""
+    """Everything that discovery found."""
 
     plugins: tuple[FoundPlugin, ...]
     hints: tuple[Hint, ...] = field(default_factory=tuple)
 
     def broken(self) -> tuple[FoundPlugin, ...]:
         return tuple(p for p in self.plugins if p.error)
+
+    def broken_text(self) -> str:
+        """To be appended to a message about something unknown: a broken plugin may have brought it; "" when none is broken."""
+        found = "; ".join(f"{p.distribution} ({p.error})" for p in self.broken())
+        return f". Plugins that are broken and may have it: {found}; oarlock doctor shows why" if found else ""
 
     def rows(self) -> tuple[DeviceRow, ...]:
         """One row per device, probed now, best first; broken device packages last. Never raises."""
@@ -72,6 +85,12 @@ def discover(entries: Iterable[Any] | None = None, hints: Sequence[Hint] | None 
     return Catalogue(plugins, tuple(load_hints() if hints is None else hints))
 
 
+@cache
+def installed() -> Catalogue:
+    """What is installed, discovered once in this process."""
+    return discover()
+
+
 def _load(entry: Any) -> FoundPlugin:
     distribution, version = _dist(entry)
     found = {"name": entry.name, "group": entry.group, "distribution": distribution, "version": version}
@@ -79,9 +98,12 @@ def _load(entry: Any) -> FoundPlugin:
         module = entry.load()
         manager = _manager()
         _register(manager, module, entry.name)
+        _require_api(module, distribution)
         devices = tuple(collect(manager, "devices")) if entry.group == DEVICE_GROUP else ()
-        _validate(devices, module, distribution, is_device=entry.group == DEVICE_GROUP)
-        return FoundPlugin(**found, module=module, devices=devices)
+        _validate_devices(devices, distribution, is_device=entry.group == DEVICE_GROUP)
+        options, extensions = tuple(collect(manager, "options")), tuple(collect(manager, "extensions"))
+        _validate_parts(options, extensions, distribution)
+        return FoundPlugin(**found, module=module, devices=devices, options=options, extensions=extensions)
     except Exception as error:  # noqa: BLE001 - whatever a stranger's module does at import is recorded, and must not end us
         first = str(error).strip().splitlines()[:1]
         return FoundPlugin(**found, error=f"{type(error).__name__}: {first[0] if first else ''}".rstrip(": "), detail=traceback.format_exc())
@@ -101,8 +123,16 @@ def _register(manager: pluggy.PluginManager, module: Any, name: str) -> None:
         raise PluginError(f"{name} implements a hook that Oarlock does not have: {error}") from error
 
 
-def _validate(devices: Sequence[DeviceSpec], module: Any, distribution: str, *, is_device: bool) -> None:
-    """The records of one plugin are of the right type and name nothing impossible. API versions of devices are judged on use."""
+def _require_api(module: Any, distribution: str) -> None:
+    """A module may say with OARLOCK_API = (major, minor) what it was built for. That of a device is judged when it is used."""
+    wanted = getattr(module, "OARLOCK_API", None)
+    problem = api_problem(distribution, tuple(wanted)) if wanted is not None else ""
+    if problem:
+        raise ApiVersionMismatch(problem)
+
+
+def _validate_devices(devices: Sequence[DeviceSpec], distribution: str, *, is_device: bool) -> None:
+    """The records are of the right type and name nothing impossible."""
     if is_device and not devices:
         raise PluginError(f"{distribution} registers under {DEVICE_GROUP} but its hook devices() yields no DeviceSpec")
     for spec in devices:
@@ -112,11 +142,23 @@ def _validate(devices: Sequence[DeviceSpec], module: Any, distribution: str, *, 
             raise PluginError(f"{distribution}: {spec.name!r} is no name for a device; take lower case, not 'auto'")
         if not callable(spec.probe) or ":" not in spec.factory:
             raise PluginError(f"{distribution}: device {spec.name} needs a callable probe and a factory 'package.module:Class'")
-    wanted = getattr(module, "OARLOCK_API", None)
-    if wanted is not None:
-        problem = api_problem(distribution, tuple(wanted))
-        if problem:
-            raise ApiVersionMismatch(problem)
+
+
+def _validate_parts(options: Sequence[OptionSpec], extensions: Sequence[Extension], distribution: str) -> None:
+    for option in options:
+        if not isinstance(option, OptionSpec):
+            raise PluginError(f"{distribution}: options() yielded {type(option).__name__} instead of OptionSpec")
+        if not re.fullmatch(r"[a-z][a-z0-9]*", option.namespace) or not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", option.name):
+            raise PluginError(f"{distribution}: --{option.namespace}-{option.name} is no name for an option; take lower case and single dashes")
+        kind = {"str": str, "int": int, "float": float, "bool": bool}.get(option.type)
+        if kind is None or (option.default is not None and type(option.default) is not kind):
+            raise PluginError(f"{distribution}: --{option.namespace}-{option.name} is of type {option.type!r} with default {option.default!r}")
+    kinds = get_args(get_type_hints(Extension)["kind"])
+    for part in extensions:
+        if not isinstance(part, Extension):
+            raise PluginError(f"{distribution}: extensions() yielded {type(part).__name__} instead of Extension")
+        if part.kind not in kinds or not part.name or not part.factory:
+            raise PluginError(f"{distribution}: {part} needs a name, a factory and one of the kinds {', '.join(kinds)}")
 
 
 def api_problem(distribution: str, wanted: tuple[int, int], ours: tuple[int, int] = API_VERSION) -> str:
@@ -153,7 +195,7 @@ def select_device(name: str = "auto", catalogue: Catalogue | None = None) -> Sel
         ApiVersionMismatch: built for another backend API.
         PluginError: broken, provided twice, or two accelerators of equal priority under `auto`.
     """
-    catalogue = discover() if catalogue is None else catalogue
+    catalogue = installed() if catalogue is None else catalogue
     return choose(name, catalogue.rows(), catalogue.hints)
 
 
@@ -181,39 +223,36 @@ def hook_calls() -> int:
     return _hook_calls
 
 
-def worker_plugins(device: str, catalogue: Catalogue | None = None, required: Sequence[str] = ()) -> pluggy.PluginManager:
-    """The plugins of a worker: the package of the chosen device, and every feature plugin that could be imported.
-
-    `required` names feature plugins (entry point or distribution) that the user asked for.
+def worker_plugins(device: str, catalogue: Catalogue | None = None) -> pluggy.PluginManager:
+    """The plugins of one run: the package of the chosen device, and every feature plugin that works.
 
     Raises:
-        PluginError: the device's package, or a required plugin, is missing or broken.
+        PluginError: no package, or more than one, provides the device.
     """
-    catalogue = discover() if catalogue is None else catalogue
+    catalogue = installed() if catalogue is None else catalogue
     chosen = [p for p in catalogue.plugins if any(spec.name == device for spec in p.devices)]
     if len(chosen) != 1:
         names = ", ".join(p.distribution for p in chosen) or "no installed package"
         raise PluginError(f"device {device} is provided by {names}; exactly one package must provide it")
-    features = [p for p in catalogue.plugins if p.group == PLUGIN_GROUP]
-    for name in required:
-        found = next((p for p in features if name in (p.name, p.distribution)), None)
-        if found is None or found.error:
-            why = found.error if found else f"it is not installed; installed are {', '.join(p.name for p in features) or 'none'}"
-            raise PluginError(f"plugin {name} was asked for and cannot be used: {why}")
     manager = _manager()
-    for plugin in (*chosen, *(p for p in features if not p.error)):
+    for plugin in (*chosen, *(p for p in catalogue.plugins if p.group == PLUGIN_GROUP and p.serves(device))):
         if not any(registered is plugin.module for registered in manager.get_plugins()):
             _register(manager, plugin.module, f"{plugin.distribution}:{plugin.name}")
     return manager
 
 
 def collect(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> list[Any]:
-    """All records that plugins answer to one hook, in one list. Who raises, or yields no list, is named.
+    """All records that plugins answer to one hook, in one list. Raises as `collect_named`."""
+    return [record for _, record in collect_named(manager, hook, **arguments)]
+
+
+def collect_named(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
+    """(plugin, record) for everything that plugins answer to one hook.
 
     Raises:
-        PluginError: a plugin's hook failed.
+        PluginError: a plugin's hook raised, or yielded no list; the plugin is named.
     """
-    records: list[Any] = []
+    records: list[tuple[str, Any]] = []
     everyone = manager.get_plugins()
     for name, plugin in manager.list_name_plugin():
         if plugin is None:
@@ -226,7 +265,7 @@ def collect(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> list[
         for answer in answers:
             if not isinstance(answer, (list, tuple)):
                 raise PluginError(f"plugin {name}: its hook {hook} returned {type(answer).__name__}; a list is needed")
-            records += answer
+            records += [(name, record) for record in answer]
     return records
 
 
@@ -238,8 +277,10 @@ __all__ = [
     "api_problem",
     "apply_environment",
     "collect",
+    "collect_named",
     "discover",
     "hook_calls",
+    "installed",
     "select_device",
     "worker_plugins",
 ]

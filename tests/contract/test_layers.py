@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "config",
         "device_choice",
+        "extensions",
         "gguf_config",
         "gguf_header",
         "hints",
@@ -54,6 +55,7 @@ RUNTIME_MAY_IMPORT = (
     "backend_api",
     "config",
     "errors",
+    "extensions",
     "gguf_config",
     "gguf_header",
     "hub",

@@ -54,6 +54,7 @@ class Option:
     low_open: bool = False
     store: Callable[[Any], Any] | None = None  # from the option's value to the field's
     offline: bool = True  # False: the server's alone, no keyword of LLM(...)
+    extended_by: str = ""  # kind of extension whose names are choices, too
 
     @property
     def dest(self) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from oarlock.config.option import Option, flag
-from oarlock.config.options import BY_NAME, OPTIONS, unknown
+from oarlock.config.options import BY_NAME, OPTIONS, plugin_options, unknown
 from oarlock.errors import ConfigError
 
 _METAVARS = {"int": "N", "float": "X", "length": "N", "bytes": "SIZE", "gib": "GIB", "object": "JSON", "strings": "JSON", "floats": "X,X"}
@@ -54,12 +54,12 @@ def _dashed(argument: str) -> str:
 
 
 def make_parser(prog: str = "oarlock serve", *, offline: bool = False, positional: bool = True) -> Parser:
-    """A parser of every option (`offline`: of those that `LLM(...)` takes too), with an optional MODEL in front."""
+    """A parser of every option (`offline`: of those that `LLM(...)` takes too), plugins' included, with an optional MODEL in front."""
     parser = Parser(prog=prog, usage=f"{prog} [MODEL] [options]", allow_abbrev=False, argument_default=argparse.SUPPRESS)
     if positional:
         parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="hub name, folder or .gguf file; the same as --model")
     groups: dict[str, Any] = {}
-    for option in OPTIONS:
+    for option in (*OPTIONS, *plugin_options(BY_NAME).values()):
         if option.offline or not offline:
             group = groups.get(option.group) or groups.setdefault(option.group, parser.add_argument_group(option.group))
             _add(group, option)

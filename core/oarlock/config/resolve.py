@@ -14,7 +14,7 @@ from typing import Any
 
 from oarlock.config import sections as s
 from oarlock.config.option import Origin, coerce, spell
-from oarlock.config.options import BY_NAME, spelling, unknown
+from oarlock.config.options import BY_NAME, find_option, spelling, unknown, with_extensions
 from oarlock.config.options.model import DEFAULT_MODEL
 from oarlock.errors import ConfigError
 
@@ -55,9 +55,11 @@ def resolve(values: Mapping[str, Any], *, origin: Origin = "cli", host_bytes: in
     if origin == "llm":
         assigned["observability.log_stats"] = False
     for key, raw in values.items():
-        option = BY_NAME.get(key.replace("_", "-"))
+        option = find_option(key)
         if option is None:
             raise ConfigError(unknown(key, origin))
+        if option.extended_by and raw not in option.choices:
+            option = with_extensions(option)
         value = coerce(option, raw, origin)
         if option.fate == "obsolete":
             if value == option.default:
@@ -75,8 +77,9 @@ def resolve(values: Mapping[str, Any], *, origin: Origin = "cli", host_bytes: in
         assigned["model.model"] = DEFAULT_MODEL
         warnings.append(f"no model was named: taking the default, {DEFAULT_MODEL}")
     built = _build(assigned)
-    engine = s.EngineConfig(**{name: built[name] for name in _SECTIONS if name != "server"})
-    warnings += _check(engine, built["server"], frozenset(by_path), origin, host_bytes)
+    typed = tuple(sorted(path for path in by_path if not path.startswith("server.")))
+    engine = s.EngineConfig(**{name: built[name] for name in _SECTIONS if name != "server"}, typed=typed)
+    warnings += check_relations(engine, built["server"], frozenset(by_path), origin, host_bytes)
     return Resolved(engine, built["server"], tuple(warnings), frozenset(by_path))
 
 
@@ -88,7 +91,7 @@ def from_kwargs(model: str | None = None, **kwargs: Any) -> Resolved:
         ConfigError: as `resolve`.
     """
     for key in kwargs:
-        option = BY_NAME.get(key) or BY_NAME.get(key.replace("_", "-"))
+        option = find_option(key)
         if option is None:
             raise TypeError(f"LLM(): {unknown(key, 'llm')}")
         if not option.offline:
@@ -101,12 +104,17 @@ def _build(assigned: Mapping[str, Any]) -> dict[str, Any]:
     parts: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
     for path, value in assigned.items():
         section, _, field = path.partition(".")
-        parts[section][field] = value
+        if field.startswith("options."):  # a plugin's
+            parts[section].setdefault("options", {})[field.removeprefix("options.")] = value
+        else:
+            parts[section][field] = value
     return {name: _SECTIONS[name](**fields) for name, fields in parts.items()}
 
 
-def _check(engine: s.EngineConfig, server: s.ServerConfig, typed: frozenset[str], origin: Origin, host_bytes: int | None) -> list[str]:
-    """Everything that relates two options. Returns warnings."""
+def check_relations(
+    engine: s.EngineConfig, server: s.ServerConfig, typed: frozenset[str], origin: Origin = "cli", host_bytes: int | None = None
+) -> list[str]:
+    """Everything that relates two options. Returns warnings. Raises ConfigError."""
 
     def name(option: str) -> str:
         return spelling(option, origin)
@@ -198,7 +206,9 @@ def from_dict(data: Mapping[str, Any]) -> s.EngineConfig:
     """
     parts = {}
     for section, fields in data.items():
+        if section == "typed":
+            continue
         kind = _SECTIONS[section]
         tuples = {f.name for f in dataclasses.fields(kind) if str(f.type).startswith("tuple")}
         parts[section] = kind(**{key: tuple(value) if key in tuples else value for key, value in fields.items()})
-    return s.EngineConfig(**parts)
+    return s.EngineConfig(**parts, typed=tuple(data["typed"]))

@@ -72,7 +72,7 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    executor: Literal["auto", "inline", "mp"] = "auto"
+    executor: str = "auto"  # "auto", "inline", "mp", or a plugin's
     max_parallel_loading_workers: int | None = None
 
 
@@ -85,6 +85,7 @@ class DeviceConfig:
     max_seq_len_to_capture: int = 8192
     disable_custom_all_reduce: bool = False
     threads: int | None = None  # compute threads on a host device; None: from the allowed CPUs
+    options: dict[str, Any] = field(default_factory=dict)  # what plugins declared; complete once an engine is prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +143,4 @@ class EngineConfig:
     parallel: ParallelConfig = ParallelConfig()
     device: DeviceConfig = DeviceConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+    typed: tuple[str, ...] = ()  # paths that the user set, "cache.block_size"; plugins may not change those

@@ -11,6 +11,7 @@ import abc
 from collections.abc import Callable
 
 from oarlock.engine.core import EngineCore
+from oarlock.engine.sinks import Feed
 from oarlock.errors import EngineDead
 from oarlock.messages import Abort, EngineInfo, EngineOutputs, EngineRequest
 
@@ -26,6 +27,19 @@ class EngineClient(abc.ABC):
     def __init__(self) -> None:
         self.on_outputs: Callable[[EngineOutputs], None] = lambda outputs: None
         self.on_dead: Callable[[str], None] = lambda reason: None
+        self.feed: Feed | None = None  # observers
+
+    def emit(self, outputs: EngineOutputs) -> None:
+        """Pass on what the engine said after a step."""
+        self.on_outputs(outputs)
+        if self.feed is not None:
+            self.feed.put(outputs)
+
+    def close_feed(self) -> None:
+        """Let observers see the rest, and end them. Idempotent."""
+        feed, self.feed = self.feed, None
+        if feed is not None:
+            feed.close()
 
     @abc.abstractmethod
     def submit(self, request: EngineRequest) -> None:
@@ -82,7 +96,7 @@ class InProcessClient(EngineClient):
             self.shutdown()
             self.on_dead(str(death))
             raise
-        self.on_outputs(outputs)
+        self.emit(outputs)
         return outputs
 
     def is_alive(self) -> bool:
@@ -95,6 +109,7 @@ class InProcessClient(EngineClient):
         core, self._core = self._core, None
         if core is not None:
             core.shutdown()
+        self.close_feed()
 
     def _alive(self) -> EngineCore:
         if self._core is None:

@@ -1,22 +1,25 @@
 """Starts an engine: in this process for `LLM`, in one of its own for the server.
 
-Owns: the one decision about the device, and the environment set before torch is imported.
-Reads: `plugins`, `executor`, `engine.core`, `engine.client`.
+Owns: the one decision about the device, the questions to plugins before the start, the environment set before torch is imported.
+Reads: `plugins`, `config.changes`, `executor`, `engine.core`, `engine.client`, `engine.sinks`.
 Never: imports torch.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from oarlock.config import changes
 from oarlock.config.sections import EngineConfig
 from oarlock.device_choice import Selection
 from oarlock.engine.client import InProcessClient
 from oarlock.engine.core import EngineCore
+from oarlock.engine.sinks import Sink, StatsLog, make_feed
 from oarlock.executor import make_executor
 from oarlock.model_summary import ModelSummary
-from oarlock.plugins import apply_environment, select_device
+from oarlock.plugins import Catalogue, apply_environment, installed, select_device, worker_plugins
 
 if TYPE_CHECKING:
     from oarlock.engine.process_client import ProcessClient
@@ -24,38 +27,65 @@ if TYPE_CHECKING:
 log = logging.getLogger("oarlock.engine")
 
 
-def choose_device(config: EngineConfig) -> Selection:
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """An engine that may be started: nothing stands against it as far as the front process can see."""
+
+    config: EngineConfig  # plugins' options and changes included
+    summary: ModelSummary
+    selection: Selection
+
+    def inprocess(self) -> InProcessClient:
+        """An engine in this process; steps run when the client's `step` is called.
+
+        Raises:
+            PluginError, ConfigError, ModelError: what cannot be honoured, and why.
+        """
+        apply_environment(self.selection.spec)
+        executor = make_executor(self.config, self.summary, self.selection.spec.name, self.selection.spec.factory)
+        try:
+            client = InProcessClient(EngineCore(self.config, self.summary, executor))
+            own: dict[str, Sink] = {"statistics": StatsLog()} if self.config.observability.log_stats else {}
+            client.feed = make_feed(self.config, self.selection.spec.name, own)
+            return client
+        except BaseException:
+            executor.shutdown()
+            raise
+
+    def process(self) -> ProcessClient:
+        """An engine in a process of its own. Returns at once; `await client.ready()` waits for the model."""
+        from oarlock.engine.process_client import ProcessClient
+
+        client = ProcessClient(self.config, self.summary, self.selection.spec)
+        client.feed = make_feed(self.config, self.selection.spec.name)
+        return client
+
+
+def choose_device(config: EngineConfig, catalogue: Catalogue) -> Selection:
     """Decide once, and say what was decided."""
-    selection = select_device(config.device.device)
+    selection = select_device(config.device.device, catalogue)
     for note in selection.notes:
         log.warning("%s", note)
     log.info("device %s: %s", selection.spec.name, selection.probe.reason)
     return selection
 
 
+def prepare(config: EngineConfig, summary: ModelSummary) -> Launch:
+    """Choose the device and ask the plugins: once for each engine, in the front process.
+
+    Raises:
+        PluginError: no device can serve, or a plugin asks for what it may not.
+        ConfigError, UnsupportedByBackend: what cannot be honoured, and why.
+    """
+    catalogue = installed()
+    selection = choose_device(config, catalogue)
+    manager = worker_plugins(selection.spec.name, catalogue)
+    config = changes.complete_options(config, selection.spec.name, catalogue)
+    config = changes.adjust(config, selection.spec, manager)
+    changes.check(config, summary, selection.spec, manager)
+    return Launch(config, summary, selection)
+
+
 def launch_inprocess(config: EngineConfig, summary: ModelSummary) -> InProcessClient:
-    """An engine in this process; steps run when the client's `step` is called.
-
-    Raises:
-        PluginError, ConfigError, ModelError: what cannot be honoured, and why.
-    """
-    selection = choose_device(config)
-    apply_environment(selection.spec)
-    executor = make_executor(config, summary, selection.spec.name, selection.spec.factory)
-    try:
-        return InProcessClient(EngineCore(config, summary, executor))
-    except BaseException:
-        executor.shutdown()
-        raise
-
-
-def launch_process(config: EngineConfig, summary: ModelSummary) -> ProcessClient:
-    """An engine in a process of its own. Returns at once; `await client.ready()` waits for the model.
-
-    Raises:
-        PluginError: no device can serve.
-    """
-    from oarlock.engine.process_client import ProcessClient
-
-    selection = choose_device(config)
-    return ProcessClient(config, summary, selection.spec)
+    """`prepare`, and start in this process. Raises what they raise."""
+    return prepare(config, summary).inprocess()

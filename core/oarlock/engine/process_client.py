@@ -110,13 +110,14 @@ class ProcessClient(EngineClient):
         self._outbox.close(linger=0)
         self._inbox.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
+        self.close_feed()
 
     # ------------------------------------------------------------ receiving
     async def _read(self) -> None:
         while True:
             kind, body = wire.unpack(await self._inbox.recv())
             if kind == wire.OUTPUTS:
-                self.on_outputs(body)
+                self.emit(body)
             elif kind == wire.READY:
                 self.info = body
                 if not self._ready.done():

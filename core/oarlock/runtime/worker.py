@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import oarlock.runtime.reference  # noqa: F401  registers core's ops
+from oarlock import extensions
 from oarlock.backend_api.runtime import (
     Attention,
     AttentionParams,
@@ -37,7 +38,7 @@ from oarlock.runtime.choice import best, choose_attention, choose_graph_runner, 
 from oarlock.runtime.layers.rope import rope_table
 from oarlock.runtime.loader import open_checkpoint, progress
 from oarlock.runtime.model_runner import ModelRunner, RunnerLimits
-from oarlock.runtime.models import build_model
+from oarlock.runtime.models import FAMILIES, build_model
 from oarlock.runtime.pending import PendingStep
 from oarlock.runtime.warmup import canary
 from oarlock.runtime.weights import WeightLoader
@@ -71,7 +72,7 @@ class Worker:
     def __init__(self, config: EngineConfig, summary: ModelSummary, device_name: str, factory: str, rank: int = 0, size: int = 1, rendezvous: str = "") -> None:
         self.config, self.summary, self.device_name = config, summary, device_name
         self.rank, self.size, self.rendezvous = rank, size, rendezvous
-        self.device: Device = resolve(factory)(rank, {"threads": config.device.threads, "ranks": size})
+        self.device: Device = resolve(factory)(rank, {**config.device.options, "threads": config.device.threads, "ranks": size})
         self.runner: ModelRunner | None = None
 
     # ------------------------------------------------------------ start
@@ -138,7 +139,7 @@ class Worker:
             return IdentityCommunicator(0, 1)
         spec = best(offered, "communicator", device=self.device).spec
         if spec is not None:
-            return resolve(spec.factory)(self.rank, self.size)
+            return resolve(spec.factory)(self.rank, self.size, self.rendezvous)
         names = self.device.capabilities.collectives
         if not names:
             raise UnsupportedByBackend(f"--tensor-parallel-size {self.size}: {self.device.describe()} declares no collectives; use 1")
@@ -152,7 +153,9 @@ class Worker:
 
     def _build(self) -> None:
         """Model and weights."""
-        self.model, specs = build_model(self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype)
+        family = extensions.find("model", self.summary.architecture, self.device_name, own=self.summary.architecture in FAMILIES)
+        given = extensions.load(family) if family is not None else None
+        self.model, specs = build_model(self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype, given)
         checkpoint = open_checkpoint(self.summary, self.config.model)
         try:
             loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare.get("linear"))

@@ -26,6 +26,7 @@ from oarlock.logs import configure_logging
 from oarlock.server.listen import listen, release, url
 
 if TYPE_CHECKING:
+    from oarlock.engine.launch import Launch
     from oarlock.engine.process_client import ProcessClient
     from oarlock.model_summary import ModelSummary
     from oarlock.server.state import ServerState
@@ -72,6 +73,7 @@ class _Life:
         self.stop, self.dead, self.launched = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.signal = 0
         self.client: ProcessClient | None = None
+        self.launch: Launch | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -83,11 +85,12 @@ class _Life:
         serving = None
         try:
             from oarlock.server.http import HttpServer
-            from oarlock.server.routes import make_app
+            from oarlock.server.routes import add_plugin_routes, make_app
             from oarlock.server.state import ServerState
 
             state = ServerState(self.resolved.engine, self.resolved.server, self.resolved.server.api_keys)
-            http = HttpServer(make_app(state), self.resolved.server)
+            app = make_app(state)
+            http = HttpServer(app, self.resolved.server)
             serving = loop.create_task(http.serve(sockets=[self.sock]))
             await self._first(boot, self.stop.wait(), serving)
             if serving.done():
@@ -95,6 +98,9 @@ class _Life:
             if not boot.done():
                 self._kill_engine()  # nothing to drain, and a loading engine listens to nobody
                 return 128 + self.signal
+            assert self.launch is not None
+            add_plugin_routes(app, self.launch.selection.spec.name)
+            state.engine = self.launch.config
             state.ready(*boot.result())
             self._watch_engine(state)
             self._say_ready(state)
@@ -112,12 +118,13 @@ class _Life:
     # ---------------------------------------------------------------- start
     async def _boot(self) -> tuple[Any, Any, Any, ModelSummary]:
         """(AsyncLLM, tokenizer, chat template, summary) of a started engine."""
-        from oarlock.engine.launch import launch_process
+        from oarlock.engine.launch import prepare
         from oarlock.model_summary import load_summary
 
         engine, server = self.resolved.engine, self.resolved.server
         summary = await in_thread(lambda: load_summary(engine.model))
-        self.client = client = launch_process(engine, summary)
+        self.launch = prepare(engine, summary)
+        self.client = client = self.launch.process()
         self.launched.set()
         tokenizer, template = await in_thread(lambda: self._load_text(summary))
 

@@ -21,8 +21,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import oarlock
+from oarlock import extensions
 from oarlock.config.sections import ServerConfig
-from oarlock.errors import ConfigError, RequestError
+from oarlock.errors import ConfigError, PluginError, RequestError
 from oarlock.server import metrics
 from oarlock.server.body import checked_body
 from oarlock.server.chat import create_chat_completion
@@ -64,6 +65,15 @@ def make_app(state: ServerState) -> FastAPI:
     for path in state.server.middleware:
         _add_middleware(app, path)
     return app
+
+
+def add_plugin_routes(app: FastAPI, device: str) -> None:
+    """Let plugins add theirs, once the device is known. Raises PluginError for one that cannot."""
+    for plugin, part in extensions.parts("route", device):
+        try:
+            extensions.load(part)(app)
+        except Exception as error:
+            raise PluginError(f"route {part.name} of {plugin.distribution} could not be added: {type(error).__name__}: {error}") from error
 
 
 def _add(app: FastAPI, state: ServerState, method: str, path: str, endpoint: Endpoint, table: Table | None = None) -> None:

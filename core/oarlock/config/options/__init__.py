@@ -1,7 +1,7 @@
 """The one option table. It feeds the command line, `LLM(...)`, docs/flags.md and the tests.
 
 Owns: `OPTIONS`, the index by spelling, and names that users bring along but that belong elsewhere.
-Reads: `config.option`, the table files beside this one.
+Reads: `config.option`, the table files beside this one; `plugins`, when a name is none of core's.
 Never: imports argparse or torch; relates two options (`config.resolve` does).
 """
 
@@ -11,6 +11,8 @@ import difflib
 
 from oarlock.config.option import Option, Origin, flag
 from oarlock.config.options import cache, features, model, parallel, server
+from oarlock.config.options.plugins import plugin_options, with_extensions
+from oarlock.plugins import installed
 
 OPTIONS: tuple[Option, ...] = (*model.OPTIONS, *cache.OPTIONS, *parallel.OPTIONS, *features.OPTIONS, *server.OPTIONS)
 
@@ -30,6 +32,12 @@ ELSEWHERE: dict[str, str] = {
 }
 
 
+def find_option(name: str) -> Option | None:
+    """The row of a name: core's, else a plugin's."""
+    name = name.replace("_", "-")
+    return BY_NAME.get(name) or plugin_options(BY_NAME).get(name)
+
+
 def spelling(name: str, origin: Origin) -> str:
     """`--max-model-len` on a command line, `max_model_len` as a keyword."""
     return flag(name) if origin == "cli" else name.replace("-", "_")
@@ -41,11 +49,11 @@ def unknown(name: str, origin: Origin) -> str:
     if bare in ELSEWHERE:
         text = ELSEWHERE[bare].replace("{max-model-len}", spelling("max-model-len", origin))
         return f"{spelling(bare, origin)}: {text}"
-    known = list(BY_NAME) + [f"no-{o.name}" for o in OPTIONS if o.kind == "bool" and origin == "cli"]
+    known = [*BY_NAME, *plugin_options(BY_NAME)] + [f"no-{o.name}" for o in OPTIONS if o.kind == "bool" and origin == "cli"]
     near = difflib.get_close_matches(bare, known, n=1, cutoff=0.8) or difflib.get_close_matches(bare, known, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(spelling(n, origin) for n in near)}?" if near else ""
     where = "" if near else "; oarlock serve --help lists them all" if origin == "cli" else "; docs/flags.md lists them all"
-    return f"unknown option {spelling(bare, origin)}{hint}{where}"
+    return f"unknown option {spelling(bare, origin)}{hint}{where}{installed().broken_text()}"
 
 
-__all__ = ["BY_NAME", "ELSEWHERE", "OPTIONS", "Option", "spelling", "unknown"]
+__all__ = ["BY_NAME", "ELSEWHERE", "OPTIONS", "Option", "find_option", "plugin_options", "spelling", "unknown", "with_extensions"]

@@ -37,7 +37,7 @@ OPTIONS: tuple[Option, ...] = (
     _parallel(
         "distributed-executor-backend", "str", None, "mp: worker processes; inline: the worker runs in the engine. Unset: mp for several devices.",
         "parallel.executor", choices=("ray", "mp", "inline"), built=("mp", "inline"), feature="Ray executor", remedy="use mp",
-        store=lambda value: value or "auto",
+        store=lambda value: value or "auto", extended_by="executor",
     ),
     _ray("worker-use-ray", "bool", False, "Older spelling of --distributed-executor-backend ray."),
     _ray("engine-use-ray", "bool", False, "Run the engine as a Ray actor.", remedy="leave it out: the engine has a process of its own"),

@@ -52,9 +52,9 @@ def family_of(summary: ModelSummary) -> ModuleType:
 
 
 def build_model(
-    summary: ModelSummary, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype
+    summary: ModelSummary, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype, family: Any = None
 ) -> tuple[Any, list[WeightSpec]]:
-    """A model without weights, and the list of the weights it wants."""
-    family = family_of(summary)
+    """A model without weights, and the list of the weights it wants. `family`: a plugin's, in place of core's."""
+    family = family or family_of(summary)
     spec = family.model_spec(summary)
     return NativeModel(spec, ops, comm, make_attention, block_size, dtype), family.weight_specs(summary, spec)
