@@ -218,8 +218,9 @@ class ModelPrograms:
     def scatter_blocks(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
         """Blocks that came from the host."""
         blocks: Any = i["blocks"]
+        put, at = self.ops.index_update, (i["ids"],)
         pairs = zip(state["kv"], blocks, strict=True)
-        return {"kv": [tuple(t.index_copy(0, i["ids"].long(), new) for t, new in zip(cache, news, strict=True)) for cache, news in pairs]}, {}
+        return {"kv": [tuple(put(t, at, new) for t, new in zip(cache, news, strict=True)) for cache, news in pairs]}, {}
 
 
 def _step_context(model: Any, key: Key, weights: Any, i: Inputs, num_groups: int) -> StepContext:
