@@ -23,6 +23,7 @@ SOURCES = {
     "csrc/pool.cpp": [],
     "csrc/ops_linear.cpp": [],
     "csrc/ops_layers.cpp": [],
+    "csrc/ops_moe.cpp": [],
     "csrc/ops_attention.cpp": [],
     "csrc/ops_sampling.cpp": [],
     "csrc/isa_generic.cpp": [],

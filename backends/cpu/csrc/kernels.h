@@ -49,7 +49,6 @@ struct AttentionTile {
 // Contexts are cut at multiples of kChunk, whatever is computed with what, and the parts are merged in order: so the bits of
 // a query's result depend neither on the batch nor on how its prompt was cut nor on the number of threads.
 constexpr int kChunk = 256;
-constexpr int kMaxHeadDim = 256;
 
 enum class Act { relu, gelu, gelu_tanh, silu };
 
@@ -70,6 +69,7 @@ struct Kernels {
   // One head: `half` pairs rotated by cos[half], sin[half], then `rest` numbers copied.
   void (*rotary)(Dtype, const void* x, void* out, const float* table, int64_t half, int64_t rest, bool interleaved);
   void (*activation)(Dtype, Act, const void* x, const void* times, void* out, int64_t n);  // times null: none
+  void (*combine)(Dtype, const void* const* rows, const float* weights, int64_t k, void* out, int64_t n);  // out = sum of weights[j] * rows[j]
 
   void (*argmax)(const float* x, int64_t n, float* value, int64_t* at);        // the first of equals; NaN counts as the largest
   void (*gumbel)(const float* logits, int64_t n, float temperature, const uint32_t key[2], uint32_t position, float* noisy);

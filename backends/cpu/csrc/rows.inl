@@ -90,6 +90,14 @@ template <class T> void widen_typed(const T* x, float* out, int64_t n, int64_t w
   memset(out + n, 0, (width - n) * sizeof(float));
 }
 
+template <class T> void combine_typed(const void* const* rows, const float* weights, int64_t k, T* out, int64_t n) {
+  each(n, [&](int64_t i, int64_t lanes) {
+    vf total = {};
+    for (int64_t j = 0; j < k; ++j) total = fma(splat(weights[j]), get(static_cast<const T*>(rows[j]) + i, lanes), total);
+    put(out + i, total, lanes);
+  });
+}
+
 // ---- the table's entries: dtypes to types ---------------------------------------------------------------------------
 
 template <class T> const T* as(const void* p) { return static_cast<const T*>(p); }
@@ -123,6 +131,9 @@ void activation(Dtype t, Act act, const void* x, const void* times, void* out, i
   else activation_typed(act, as<float>(x), as<float>(times), as<float>(out), n);
 }
 
+void combine(Dtype t, const void* const* rows, const float* weights, int64_t k, void* out, int64_t n) {
+  if (t == Dtype::bf16) combine_typed(rows, weights, k, as<bf16>(out), n); else combine_typed(rows, weights, k, as<float>(out), n);
+}
 void widen(Dtype t, const void* x, float* out, int64_t n, int64_t width) {
   if (t == Dtype::bf16) widen_typed(as<bf16>(x), out, n, width); else widen_typed(as<float>(x), out, n, width);
 }

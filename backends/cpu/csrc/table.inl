@@ -8,7 +8,7 @@ namespace OARLOCK_ISA {
 
 extern const Kernels table;
 const Kernels table = {
-    OARLOCK_NAME, plain, packed, widen, attend, merge, rms_norm, layer_norm, rotary, activation, argmax, gumbel, sum_exp, at_least,
+    OARLOCK_NAME, plain, packed, widen, attend, merge, rms_norm, layer_norm, rotary, activation, combine, argmax, gumbel, sum_exp, at_least,
 };
 
 }  // namespace OARLOCK_ISA

@@ -15,9 +15,9 @@ from oarlock_cpu import host
 
 BLOCK_SIZES = (16, 8, 32, 64, 128)  # preferred first
 KERNEL_DTYPES = ("float32", "bfloat16")  # what the compiled kernels compute in
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 PRIORITY = 10  # above core's references and below a feature plugin that is installed on purpose
-LAYER_OPS = ("linear", "rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "silu_and_mul", "gelu_and_mul", "activation")
+LAYER_OPS = ("linear", "rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "silu_and_mul", "gelu_and_mul", "activation", "moe_experts")
 LOGITS_OPS = ("greedy", "sample", "logprobs", "apply_penalties", "apply_mask")
 
 # Read by the OpenMP runtime when torch is imported. A team that spins while it waits takes the core that the API process
