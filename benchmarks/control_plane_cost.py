@@ -42,6 +42,7 @@ from oarlock.shapes import BucketTable, ShapePolicy
 
 VOCAB, BLOCK_SIZE, MAX_LEN, NUM_BLOCKS = 49152, 16, 4096, 12000
 SETTLE = 8  # decode steps of every request before the clock runs
+PARTS = ("schedule", "batch assembly", "reading results", "update", "loop", "messages")
 LIMIT_MS = {1: 1.0, 32: 2.0}  # what the project allows
 FULL = make_groups((KVSpec("full", 3, 64),) * 30)
 HYBRID = make_groups((*(KVSpec("window", 1, 256, 512),) * 15, *(KVSpec("full", 1, 256),) * 3))
@@ -201,22 +202,18 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"Oarlock {oarlock.__version__}, torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps; ms of CPU time a step")
-    names = ("schedule", "batch assembly", "reading results", "update", "loop", "messages")
-    print(f"{'':26} {'batch':>5} " + " ".join(f"{name:>15}" for name in names) + f" {'total':>22} {'several workers add':>20}")
+    print("| requests | batch | " + " | ".join(PARTS) + " | total | limit | several workers add |\n|" + "---|" * (len(PARTS) + 5))
     records = []
     for name in arguments.workload:
         groups, fields = WORKLOADS[name]
         for batch in arguments.batch:
             rounds = [measure(groups, fields, batch, arguments.steps) for _ in range(arguments.rounds)]
-            parts = {part: statistics.median(r.parts[part] for r in rounds) for part in names}
+            parts = {part: statistics.median(r.parts[part] for r in rounds) for part in PARTS}
             totals = sorted(r.total for r in rounds)
-            more = statistics.median(r.codec for r in rounds)
-            middle = statistics.median(totals)
-            limit = LIMIT_MS.get(batch)
-            mark = "" if limit is None else f" (limit {limit:g})"
-            spread = f"{middle:.3f} [{totals[0]:.3f}..{totals[-1]:.3f}]"
-            print(f"{name:26} {batch:>5} " + " ".join(f"{parts[p]:>15.3f}" for p in names) + f" {spread:>22} {more:>20.3f}{mark}")
-            records.append({"workload": name, "batch": batch, "parts_ms": parts, "total_ms": middle, "range_ms": [totals[0], totals[-1]], "codec_ms": more})
+            total, more = statistics.median(totals), statistics.median(r.codec for r in rounds)
+            cells = [*(f"{parts[p]:.3f}" for p in PARTS), f"{total:.3f} [{totals[0]:.3f}..{totals[-1]:.3f}]", f"{LIMIT_MS.get(batch, '')}", f"{more:.3f}"]
+            print(f"| {name} | {batch} | " + " | ".join(cells) + " |", flush=True)
+            records.append({"workload": name, "batch": batch, "parts_ms": parts, "total_ms": total, "range_ms": [totals[0], totals[-1]], "codec_ms": more})
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(records, file, indent=2)

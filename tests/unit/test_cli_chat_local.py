@@ -48,10 +48,15 @@ def test_complete_continues_and_ends_at_a_stop_string(client: ScriptedClient, ca
 
 
 def test_the_checkpoint_decides_what_was_not_typed(monkeypatch: pytest.MonkeyPatch, client: ScriptedClient) -> None:
-    summary = ModelSummary(path="/toy", architecture="Toy", vocab_size=272, generation_config={"temperature": 0.25, "top_k": 7})
+    summary = ModelSummary(path="/toy", architecture="Toy", vocab_size=272, generation_config={"temperature": 0.25, "top_k": 7, "max_new_tokens": 1})
     monkeypatch.setattr("oarlock.model_summary.load_summary", lambda config: summary)
-    assert main(["complete", "x", "--model", "toy", "--top-k", "3", "--max-tokens", "9"]) == 0
-    assert (client.submitted[0].params.temperature, client.submitted[0].params.top_k) == (0.25, 3)
+    with LocalSource({"model": "toy"}) as source:
+        list(source.complete("x", {}))
+        list(source.complete("x", {"top_k": 3, "max_tokens": 9}))
+    nothing, something = [request.params for request in client.submitted]
+    assert (nothing.temperature, nothing.top_k) == (0.25, 7)
+    assert nothing.max_tokens == 63  # a limit that nobody typed does not cut an answer
+    assert (something.temperature, something.top_k, something.max_tokens) == (0.25, 3, 9)
 
 
 def test_an_interrupt_is_noticed_between_steps_and_leaves_the_engine_idle(client: ScriptedClient) -> None:

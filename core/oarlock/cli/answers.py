@@ -195,7 +195,8 @@ class LocalSource(Source):
             configure_logging(config.observability)
         self._summary = load_summary(config.model)
         self._tokenizer = load_tokenizer(self._summary, config.model)
-        self._defaults = default_sampling_fields(self._summary, config.model.generation_config)
+        # The context bounds an answer, as it does over HTTP: a limit that nobody typed would cut it.
+        self._defaults = {**default_sampling_fields(self._summary, config.model.generation_config), "max_tokens": None}
         self._template: Any = None
         self._count = 0
         self.name = config.model.model
@@ -220,7 +221,7 @@ class LocalSource(Source):
         from oarlock.frontend.outputs import exception_for
         from oarlock.sampling_params import SamplingParams
 
-        params = SamplingParams(**{"max_tokens": None, **self._defaults, **fields})
+        params = SamplingParams(**{**self._defaults, **fields})
         self._count += 1
         request, text = self._inputs.make_request(prompt, params, f"terminal-{self._count}", add_special_tokens=add_special_tokens)
         self._outputs.add(request, text)

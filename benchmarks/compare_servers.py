@@ -1,0 +1,96 @@
+"""Several servers that are up together, measured in turns: the same prompts, medians and ranges.
+
+Owns: the workloads, and the order of the runs.
+Reads: nothing of Oarlock but its command `oarlock bench serve`.
+Never: starts a server; passes or fails.
+
+    python benchmarks/compare_servers.py oarlock=http://127.0.0.1:8000 other=http://127.0.0.1:8001 [--repeats 3] [--only single,c32]
+
+Each repeat has prompts of its own, so that no prefix is met again, and every second one runs the servers in the opposite order.
+A machine drifts: only figures of one run compare. A server that waits must use no CPU, or be stopped with SIGSTOP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+# name -> (flags of `oarlock bench serve`, what to show: (column, key of its JSON, statistic))
+_RATE = ("output tokens/s", "output_tokens_per_s", "")
+_TTFT = (("TTFT p50 ms", "ttft_ms", "median"), ("TTFT p99 ms", "ttft_ms", "p99"))
+WORKLOADS: dict[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
+    "single": ("--num-prompts 2 --max-concurrency 1 --input-len 128 --output-len 128", (_RATE, ("TPOT ms", "tpot_ms", "median"))),
+    "prefill": ("--num-prompts 3 --max-concurrency 1 --input-len 1024 --output-len 1", (("input tokens/s", "input_tokens_per_s", ""),)),
+    "c8": ("--num-prompts 16 --max-concurrency 8 --input-len 64:512 --output-len 128", (_RATE, *_TTFT)),
+    "c32": ("--num-prompts 32 --max-concurrency 32 --input-len 64:512 --output-len 128", (_RATE, *_TTFT)),
+    "c64": ("--num-prompts 64 --max-concurrency 64 --input-len 64:512 --output-len 128", (_RATE, *_TTFT)),
+    "prefix": ("--num-prompts 32 --max-concurrency 4 --input-len 16:64 --output-len 16 --shared-prefix 768", _TTFT[:1]),
+    "no-prefix": ("--num-prompts 32 --max-concurrency 4 --input-len 784:832 --output-len 16", _TTFT[:1]),
+}
+
+
+def run(url: str, flags: str, seed: int) -> dict[str, Any]:
+    """One run of `oarlock bench serve`. Raises SystemExit with its words when it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        command = [sys.executable, "-m", "oarlock.cli.main", "bench", "serve", "--url", url, "--ignore-eos", "--id-range", "1000", "29999"]
+        ran = subprocess.run([*command, *flags.split(), "--seed", str(seed), "--json", str(file)], capture_output=True, text=True, check=False)
+        if ran.returncode:
+            raise SystemExit(f"{' '.join(command)} {flags}\n{ran.stdout}{ran.stderr}")
+        figures: dict[str, Any] = json.loads(file.read_text())
+        return figures
+
+
+def value(figures: dict[str, Any], key: str, statistic: str) -> float:
+    found = figures[key][statistic] if statistic else figures[key]
+    return float(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("servers", nargs="+", metavar="LABEL=URL")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default=",".join(WORKLOADS), help="workloads, with commas between")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="append every run there, one object a line")
+    arguments = parser.parse_args()
+    servers = [tuple(server.split("=", 1)) for server in arguments.servers]
+    names = arguments.only.split(",")
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        raise SystemExit(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+    seen: dict[tuple[str, str, str], list[float]] = {}
+    for repeat in range(arguments.repeats):
+        for number, name in enumerate(names):
+            flags, columns = WORKLOADS[name]
+            for label, url in servers if repeat % 2 == 0 else servers[::-1]:
+                figures = run(url, flags, arguments.seed + 1000 * repeat + number)
+                for column, key, statistic in columns:
+                    seen.setdefault((name, column, label), []).append(value(figures, key, statistic))
+                if arguments.json:
+                    with open(arguments.json, "a", encoding="utf-8") as file:
+                        file.write(json.dumps({"workload": name, "repeat": repeat, "server": label, **figures}) + "\n")
+                print(f"repeat {repeat + 1}  {name:10} {label}", file=sys.stderr)
+    print(table(seen, names, [label for label, _ in servers]))
+
+
+def table(seen: dict[tuple[str, str, str], list[float]], names: list[str], labels: list[str]) -> str:
+    """Medians with their range, as a Markdown table."""
+    lines = ["| workload | | " + " | ".join(labels) + " |", "|---|---|" + "---|" * len(labels)]
+    for name in names:
+        for column, _, _ in WORKLOADS[name][1]:
+            cells = []
+            for label in labels:
+                runs = sorted(seen[name, column, label])
+                cells.append(f"{statistics.median(runs):.4g} [{runs[0]:.4g}..{runs[-1]:.4g}]")
+            lines.append(f"| {name} | {column} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
