@@ -98,10 +98,11 @@ class _Life:
             if not boot.done():
                 self._kill_engine()  # nothing to drain, and a loading engine listens to nobody
                 return 128 + self.signal
+            booted = boot.result()  # raises why the engine did not start
             assert self.launch is not None
             add_plugin_routes(app, self.launch.selection.spec.name)
             state.engine = self.launch.config
-            state.ready(*boot.result())
+            state.ready(*booted)
             self._watch_engine(state)
             self._say_ready(state)
             code = await self._serve(state)
