@@ -65,7 +65,7 @@ class Catalogue:
     def broken_text(self) -> str:
         """To be appended to a message about something unknown: a broken plugin may have brought it; "" when none is broken."""
         found = "; ".join(f"{p.distribution} ({p.error})" for p in self.broken())
-        return f". Plugins that are broken and may have it: {found}; oarlock doctor shows why" if found else ""
+        return f"; plugins that are broken and may have it: {found}; oarlock doctor shows why" if found else ""
 
     def rows(self) -> tuple[DeviceRow, ...]:
         """One row per device, probed now, best first; broken device packages last. Never raises."""

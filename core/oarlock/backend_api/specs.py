@@ -145,7 +145,7 @@ class CommunicatorSpec:
     """Collectives between ranks."""
 
     name: str
-    factory: str  # subclass of backend_api.runtime.Communicator
+    factory: str  # subclass of backend_api.runtime.Communicator, made with (rank, size, init_method: torch.distributed's, unique to the run)
     priority: int = 0
     supports: Callable[..., Support] = always
 

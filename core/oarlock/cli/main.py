@@ -1,7 +1,7 @@
 """`oarlock COMMAND …`: find the command, import only its module, turn deliberate errors into one line.
 
 Owns: the list of commands, exit codes (0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted).
-Reads: `errors`.
+Reads: `errors`; `extensions` for commands that are none of core's.
 Never: imports a command before it is asked for; prints a traceback unless OARLOCK_TRACEBACK is set.
 """
 
@@ -43,11 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"oarlock {oarlock.__version__}")
         return 0
     name, rest = arguments[0], arguments[1:]
-    if name not in available():
-        print(f"oarlock: {_unknown(name)}", file=sys.stderr)
-        return 2
-    module, _, function = COMMANDS[name][0].partition(":")
-    return run(lambda: getattr(importlib.import_module(module), function)(rest), f"oarlock {name}")
+    if name in available():
+        module, _, function = COMMANDS[name][0].partition(":")
+        return run(lambda: getattr(importlib.import_module(module), function)(rest), f"oarlock {name}")
+    if name in _plugin_commands():
+        return run(lambda: _run_plugin_command(name, rest), f"oarlock {name}")
+    print(f"oarlock: {_unknown(name)}", file=sys.stderr)
+    return 2
 
 
 def run(command: Callable[[], int | None], prog: str) -> int:
@@ -71,18 +73,37 @@ def available() -> list[str]:
     return [name for name, (target, _) in COMMANDS.items() if importlib.util.find_spec(target.partition(":")[0]) is not None]
 
 
+def _plugin_commands() -> dict[str, str]:
+    """Name -> one line. Core's own commands cannot be replaced."""
+    from oarlock import extensions
+
+    return {part.name: f"{part.help} ({plugin.distribution})" for plugin, part in extensions.parts("command") if part.name not in COMMANDS}
+
+
+def _run_plugin_command(name: str, rest: Sequence[str]) -> int | None:
+    from oarlock import extensions
+
+    part = extensions.find("command", name)
+    assert part is not None
+    code: int | None = extensions.load(part)(rest)
+    return code
+
+
 def usage() -> str:
     lines = ["usage: oarlock COMMAND [arguments]", "", f"Oarlock {oarlock.__version__}: LLM inference on any device.", ""]
     lines += [f"  {name:<12} {COMMANDS[name][1]}" for name in available()]
+    plugins = _plugin_commands()
+    lines += ["", "of plugins:", *(f"  {name:<12} {text}" for name, text in plugins.items())] if plugins else []
     return "\n".join([*lines, "", "oarlock COMMAND --help says more; oarlock --version prints the version."])
 
 
 def _unknown(name: str) -> str:
-    what = "option" if name.startswith("-") else "command"
-    near = difflib.get_close_matches(name, available(), n=1)
-    if near:
-        return f"unknown {what} {name}; did you mean {near[0]}?"
-    return f"unknown {what} {name}; commands are {', '.join(available())}"
+    from oarlock.plugins import installed
+
+    what, known = "option" if name.startswith("-") else "command", [*available(), *_plugin_commands()]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(known)}"
+    return f"unknown {what} {name}; {hint}{installed().broken_text()}"
 
 
 if __name__ == "__main__":

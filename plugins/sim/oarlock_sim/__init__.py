@@ -1,6 +1,6 @@
 """The entry point: what devices this package simulates and whether the installed torch can carry them. Light: no torch.
 
-Owns: the two device records, their probes and which graph runner goes with which.
+Owns: the two device records, their probes, options and limits, and which graph runner goes with which.
 Reads: `oarlock.backend_api`.
 Never: imports torch while devices are discovered; offers itself to `--device auto` (its priorities are negative).
 """
@@ -12,9 +12,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from oarlock.backend_api import Claims, ConformanceProfile, DeviceSpec, GraphRunnerSpec, ProbeResult, hookimpl
+from oarlock.backend_api import (
+    Claims,
+    CommunicatorSpec,
+    ConfigChange,
+    ConformanceProfile,
+    DeviceSpec,
+    Extension,
+    GraphRunnerSpec,
+    OptionSpec,
+    Problem,
+    ProbeResult,
+    hookimpl,
+)
 
-MEMORY_BYTES = 2 << 30  # simulated size of either device; the device option "memory_bytes" changes it
+MEMORY_GIB = 2.0  # simulated size of either device; --sim-memory changes it
+MEMORY_BYTES = int(MEMORY_GIB * 2**30)
+NUM_DEVICES = 2
+FEW_SEQS = 16  # sim-static's --max-num-seqs, unless one was typed
 BLOCK_SIZES = (12, 8, 16, 32)  # 12 first: code that takes a power of two for granted fails on it
 SWAP_BYTES = 64 << 20  # small and not zero, so that the host tier is exercised
 DTYPES = ("float32", "bfloat16")
@@ -34,7 +49,7 @@ def _has_torch_hook(folder: Path) -> bool:
 
 
 def _claims(host_is_device: bool) -> Claims:
-    return Claims(DTYPES, BLOCK_SIZES, num_devices=2, memory_bytes=MEMORY_BYTES, host_is_device=host_is_device, default_swap_bytes=SWAP_BYTES)
+    return Claims(DTYPES, BLOCK_SIZES, num_devices=NUM_DEVICES, memory_bytes=MEMORY_BYTES, host_is_device=host_is_device, default_swap_bytes=SWAP_BYTES)
 
 
 def probe(needs_hook: bool) -> ProbeResult:
@@ -55,6 +70,56 @@ def devices() -> list[DeviceSpec]:
         DeviceSpec("sim-eager", partial(probe, True), "oarlock_sim.eager:SimEagerDevice", "oarlock-sim", priority=-10),
         DeviceSpec("sim-static", partial(probe, False), "oarlock_sim.static:SimStaticDevice", "oarlock-sim", priority=-20),
     ]
+
+
+@hookimpl
+def options() -> list[OptionSpec]:
+    """What a user may set of the simulation."""
+    return [
+        OptionSpec("sim", "memory", "float", MEMORY_GIB, "Size of the simulated device's memory, in GiB."),
+        OptionSpec("sim", "report", "bool", False, "When LLM(...) closes, print what its simulated device saw: copies, host reads, programs."),
+    ]
+
+
+@hookimpl
+def extensions() -> list[Extension]:
+    """The observer behind --sim-report."""
+    return [Extension(kind="sink", name="sim-report", factory="oarlock_sim.report:make")]
+
+
+@hookimpl
+def adjust_config(config: Any, device: DeviceSpec) -> list[ConfigChange]:
+    """sim-static runs each program once for the largest batch before it serves: keep that batch small."""
+    path = "scheduler.max_num_seqs"
+    if device.name != "sim-static" or path in config.typed or config.scheduler.max_num_seqs <= FEW_SEQS:
+        return []
+    return [ConfigChange(path, FEW_SEQS, "sim-static runs every program for the largest batch at start")]
+
+
+@hookimpl
+def check_model(model: Any, config: Any, device: DeviceSpec) -> list[Problem]:
+    """What the simulation has no room for."""
+    found = []
+    ranks, memory = config.parallel.tensor_parallel_size, config.device.options["sim_memory"]
+    if ranks > NUM_DEVICES:
+        found.append(Problem("error", f"there are {NUM_DEVICES} simulated devices, --tensor-parallel-size is {ranks}", f"use at most {NUM_DEVICES}"))
+    least = least_weight_bytes(model, config.model.dtype) / ranks / 2**30
+    if least > memory:
+        found.append(Problem("error", f"its weights take at least {least:.2g} GiB, --sim-memory is {memory:g}", f"give --sim-memory {least * 1.5:.2g} or more"))
+    return found
+
+
+def least_weight_bytes(model: Any, dtype: str) -> int:
+    """Bytes of the embedding, the attention and one feed-forward of each layer: what every decoder has at least."""
+    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    values = model.vocab_size * model.hidden_size + model.num_layers * (attention + 2 * model.hidden_size * model.intermediate_size)
+    return values * (4 if dtype == "float32" else 2)
+
+
+@hookimpl
+def communicator(device: Any) -> list[CommunicatorSpec]:
+    """Collectives that are counted."""
+    return [CommunicatorSpec(name="sim-counting", factory="oarlock_sim.collectives:CountingCommunicator", priority=10)]
 
 
 @hookimpl

@@ -16,7 +16,7 @@ import torch
 from oarlock.backend_api import Capabilities
 from oarlock.backend_api.runtime import Device
 
-from oarlock_sim import BLOCK_SIZES, DTYPES, MEMORY_BYTES, SWAP_BYTES
+from oarlock_sim import BLOCK_SIZES, DTYPES, MEMORY_GIB, SWAP_BYTES
 from oarlock_sim.counters import COUNT
 from oarlock_sim.tensor import DEVICE_TYPE, MEMORY, SimMode, device_module
 
@@ -24,7 +24,7 @@ _active = threading.local()  # dispatch modes belong to a thread
 
 
 class SimEagerDevice(Device):
-    """Options: "memory_bytes", the simulated size."""
+    """Options: "sim_memory", the simulated size in GiB."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -42,7 +42,7 @@ class SimEagerDevice(Device):
         )
 
     def activate(self) -> None:
-        MEMORY.total_bytes = int(self.options.get("memory_bytes", MEMORY_BYTES))
+        MEMORY.total_bytes = int(self.options.get("sim_memory", MEMORY_GIB) * 2**30)
         device_module.set_device(self.index)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ import torch
 from oarlock.backend_api import Capabilities
 from oarlock.backend_api.runtime import Device, GraphRunner, PureProgram
 
-from oarlock_sim import BLOCK_SIZES, DTYPES, MEMORY_BYTES, SWAP_BYTES
+from oarlock_sim import BLOCK_SIZES, DTYPES, MEMORY_GIB, SWAP_BYTES
 from oarlock_sim.counters import COUNT
 
 # Two sizes on the axes where rounding up can go wrong, one where it cannot: every combination is compiled at start-up.
@@ -25,11 +25,11 @@ _FEW_ROWS = 4
 
 
 class SimStaticDevice(Device):
-    """Options: "memory_bytes", the simulated size."""
+    """Options: "sim_memory", the simulated size in GiB."""
 
     def __init__(self, index: int = 0, options: dict[str, Any] | None = None) -> None:
         super().__init__(index, options)
-        self._total_bytes = int(self.options.get("memory_bytes", MEMORY_BYTES))
+        self._total_bytes = int(self.options.get("sim_memory", MEMORY_GIB) * 2**30)
         self._placed_bytes = 0
 
     @property

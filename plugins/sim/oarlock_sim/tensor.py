@@ -17,10 +17,10 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oarlock_sim import NUM_DEVICES
 from oarlock_sim.counters import COUNT
 
 DEVICE_TYPE = "sim"
-NUM_DEVICES = 2
 
 # Operations whose result the host needs before it can go on: their output's size, or the value itself.
 _SYNCS = frozenset(

@@ -141,7 +141,7 @@ def test_memory_is_counted_once_for_all_views_and_freed_with_the_last(sim):
 def test_more_than_the_simulated_memory_is_out_of_memory(sim):
     from oarlock_sim.eager import SimEagerDevice
 
-    small = SimEagerDevice(options={"memory_bytes": 1 << 20})
+    small = SimEagerDevice(options={"sim_memory": 2**-10})
     small.activate()
     try:
         free, total = small.memory_info()

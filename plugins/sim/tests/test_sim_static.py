@@ -119,7 +119,7 @@ def test_buckets_hold_the_largest_step(seqs, tokens, blocks):
 
 
 def test_placed_weights_count_against_the_simulated_memory():
-    device = SimStaticDevice(options={"memory_bytes": 1 << 20})
+    device = SimStaticDevice(options={"sim_memory": 2**-10})
     weight = device.place("w", torch.zeros(1024), "none")
     assert device.memory_info() == ((1 << 20) - 4096, 1 << 20)
     del weight
