@@ -19,7 +19,7 @@ COLUMNS = ("device", "package", "version", "API", "status", "reason", "remedy")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table. Exit code 0 when some device is available, else 1."""
+    """Print the table. Exit code 0 when a device is available that is not for tests only, else 1."""
     parser = argparse.ArgumentParser(prog="oarlock devices", description="List devices, and why each can or cannot be used.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([dict(zip(COLUMNS, line, strict=True)) for line in cells], indent=2))
     else:
         print(table(COLUMNS, cells))
-    return 0 if any(row.probe.status == "available" for row in rows) else 1
+    return 0 if any(row.probe.status == "available" and row.priority >= 0 for row in rows) else 1
 
 
 def device_cells(row: DeviceRow) -> tuple[str, ...]:

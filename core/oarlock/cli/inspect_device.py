@@ -29,9 +29,10 @@ def examine(name: str, threads: int | None) -> dict[str, Any]:
     with device.context():
         device.verify()
         capabilities = device.capabilities
-        ops = _ops(collect(manager, "kernels", device=device), capabilities.dtypes[0])
+        computes = device.torch_device is not None  # one without tensors has an executor of its own, and no ops
+        ops = _ops(collect(manager, "kernels", device=device), capabilities.dtypes[0]) if computes else []
         parts = [(hook, f"{found.name} (priority {found.priority})", "") for hook in ("attention", "graph_runner", "communicator")
-                 for found in collect(manager, hook, device=device)]  # fmt: skip
+                 for found in collect(manager, hook, device=device) if computes]  # fmt: skip
     return {
         "text": device.describe(),
         "torch": torch.__version__,
@@ -39,7 +40,7 @@ def examine(name: str, threads: int | None) -> dict[str, Any]:
         "memory": _memory(device),
         "capabilities": dataclasses.asdict(capabilities),
         "ops": ops,
-        "parts": parts or [("all", "core's own", "")],
+        "parts": parts or [("all", "core's own" if computes else "its own executor", "")],
     }
 
 

@@ -21,8 +21,8 @@ from oarlock.backend_api import (
     Extension,
     GraphRunnerSpec,
     OptionSpec,
-    Problem,
     ProbeResult,
+    Problem,
     hookimpl,
 )
 

@@ -1,0 +1,76 @@
+"""What the null device answers: the formula, and the command and the route that apply it.
+
+Owns: `next_token`, the made-up distribution, `oarlock null-tokens`, GET /null/tokens.
+Reads: nothing of ours.
+Never: knows a block or a step.
+
+The next token after tokens t0 … t(n-1) is (t0 + … + t(n-1) + n) mod vocab_size.
+The logit of token v is minus its distance from there, -((v - next) mod vocab_size): the next token has 0, the one after it -1, …
+No noise is added, so temperature, top_p, top_k, min_p and seed change nothing; bans, biases and penalties act on the logits.
+
+    vocab_size 100, prompt 5 6 7:   18 + 3 = 21,   39 + 4 = 43,   82 + 5 = 87,   169 + 6 = 75
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def next_token(total: int, count: int, vocab_size: int) -> int:
+    """The token after `count` tokens whose sum is `total`."""
+    return (total + count) % vocab_size
+
+
+def answer(prompt: Sequence[int], max_tokens: int, vocab_size: int) -> list[int]:
+    """Generated tokens of a plain request with ignore_eos."""
+    total, count, found = sum(prompt), len(prompt), []
+    for _ in range(max_tokens):
+        found.append(next_token(total, count, vocab_size))
+        total, count = total + found[-1], count + 1
+    return found
+
+
+def logprob(token: int, best: int, vocab_size: int) -> float:
+    """Log-softmax of the logits above."""
+    return -((token - best) % vocab_size) - math.log((1 - math.exp(-vocab_size)) / (1 - math.exp(-1)))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`oarlock null-tokens PROMPT`: the answer as one line of token ids."""
+    parser = argparse.ArgumentParser(prog="oarlock null-tokens", description="Print the tokens that --device null answers to a prompt.")
+    parser.add_argument("prompt", metavar="IDS", help="token ids with commas: 5,6,7")
+    parser.add_argument("--vocab-size", type=int, required=True, help="the model's")
+    parser.add_argument("--max-tokens", type=int, default=16, help="how many [16]")
+    given = parser.parse_args(arguments)
+    if given.vocab_size < 1:
+        parser.error("--vocab-size must be at least 1")
+    try:
+        prompt = _ids(given.prompt)
+    except ValueError:
+        parser.error(f"{given.prompt!r} is no list of token ids such as 5,6,7")
+    print(",".join(map(str, answer(prompt, given.max_tokens, given.vocab_size))))
+    return 0
+
+
+def add_route(app: Any) -> None:
+    """GET /null/tokens?prompt=5,6,7&max_tokens=4: the tokens to expect of the server that answers."""
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+
+    async def null_tokens(request: Request) -> JSONResponse:
+        info, query = app.state.oarlock.info, request.query_params
+        try:
+            ids, max_tokens = _ids(query.get("prompt", "")), int(query.get("max_tokens", "16"))
+        except ValueError:
+            text = "Give prompt, a list of token ids such as 5,6,7, and max_tokens, a whole number."
+            return JSONResponse({"error": {"message": text, "type": "invalid_request_error", "param": "prompt", "code": None}}, 400)
+        return JSONResponse({"tokens": answer(ids, min(max_tokens, info.max_model_len), info.vocab_size)})
+
+    app.add_route("/null/tokens", null_tokens, methods=["GET"])
+
+
+def _ids(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
