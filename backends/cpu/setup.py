@@ -18,6 +18,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
+AVX512 = ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 SOURCES = {
     "csrc/dispatch.cpp": [],
     "csrc/pool.cpp": [],
@@ -30,11 +31,12 @@ SOURCES = {
 }
 if platform.machine() in ("x86_64", "AMD64"):
     SOURCES |= {
-        "csrc/isa_avx512.cpp": ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"],
+        "csrc/isa_amx.cpp": [*AVX512, "-mamx-tile", "-mamx-bf16"],
+        "csrc/isa_avx512.cpp": AVX512,
         "csrc/isa_avx2.cpp": ["-mavx2", "-mfma"],
     }
 # No contraction: a fused multiply-add stands where the kernels ask for one, so that one text gives the same bits everywhere.
-FLAGS = ["-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+FLAGS = ["-std=c++20", "-O3", "-g0", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]
 WANTED = os.environ.get("OARLOCK_CPU_KERNELS", "")
 

@@ -9,7 +9,8 @@
 
 // out[m][n] = sum_k x[m][k] * w[n][k] + bias[n], for m in [m0, m1), n in [n0, n1).
 // `plain`: w is row-major [N][K], x of `dtype`; sums run along K in vectors.
-// `packed`: w is as pack_weight leaves it, x is float32 with K rounded up to packed_step() and zeros there; sums run along K one by one.
+// `packed`: w is as pack_weight leaves it, x is float32 (bfloat16 for bfloat16 weights with packed_takes_bf16) with K rounded up to
+// packed_step() and zeros there; sums run along K one by one.
 // Each has one order of summation, whatever m0 and m1 are: a row's bits do not depend on the other rows.
 struct LinearArgs {
   Dtype dtype;               // of w, bias and out
@@ -56,6 +57,7 @@ struct Kernels {
   const char* name;
   void (*plain)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);
   void (*packed)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);  // n0 a multiple of kPanel
+  bool packed_takes_bf16;
   void (*widen)(Dtype, const void* x, float* out, int64_t n, int64_t width);  // n numbers to float32, then zeros up to width
 
   // Chunks [c0, c1) of a tile's context. partial null: writes the result to out (c0, c1 must be all of the tile's chunks).

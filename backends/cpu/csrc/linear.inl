@@ -93,10 +93,6 @@ template <class T> void packed_typed(const LinearArgs& a, int64_t m0, int64_t m1
   }
 }
 
-void packed(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-  if (a.dtype == Dtype::bf16) packed_typed<bf16>(a, m0, m1, n0, n1); else packed_typed<float>(a, m0, m1, n0, n1);
-}
-
 // ---- plain ----------------------------------------------------------------------------------------------------------
 //
 // A block of MR x 4 dot products runs along K in vectors; lanes are added at the end. It reads more per product than the packed
@@ -164,10 +160,6 @@ template <class T> void plain_typed(const LinearArgs& a, int64_t m0, int64_t m1,
       for (int i = 0; i < rows; ++i) store_sums(sums + i * kPanel, bias ? bias + p : nullptr, out + (m + i) * a.ldo + p, outputs);
     }
   }
-}
-
-void plain(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-  if (a.dtype == Dtype::bf16) plain_typed<bf16>(a, m0, m1, n0, n1); else plain_typed<float>(a, m0, m1, n0, n1);
 }
 
 }  // namespace

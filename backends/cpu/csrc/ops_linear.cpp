@@ -1,4 +1,5 @@
 // linear over plain and packed weights, and the packing.
+#include <algorithm>
 #include <vector>
 
 #include "tensors.h"
@@ -97,6 +98,17 @@ const float* widened(const Tensor& x, Dtype d, int64_t width, std::vector<float>
   return to;
 }
 
+// x as bfloat16 rows of `width` >= K numbers, zeros after K; x itself when it is that already.
+const void* padded(const Tensor& x, int64_t width, std::vector<bf16>& buffer, int64_t* ldx) {
+  int64_t M = x.size(0), K = x.size(1), stride = x.stride(0);
+  *ldx = stride;
+  if (K == width) return x.const_data_ptr();
+  buffer.assign(M * width, bf16{0});
+  *ldx = width;
+  for (int64_t m = 0; m < M; ++m) std::copy_n(static_cast<const bf16*>(x.const_data_ptr()) + m * stride, K, buffer.data() + m * width);
+  return buffer.data();
+}
+
 Tensor linear_packed(const Tensor& x_in, const Tensor& weight, int64_t N, const OptionalTensor& bias) {
   Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
   Dtype d = dtype_of(x, "x");
@@ -104,9 +116,11 @@ Tensor linear_packed(const Tensor& x_in, const Tensor& weight, int64_t N, const 
   STD_TORCH_CHECK(dtype_of(weight, "weight") == d && weight.is_contiguous() && weight.size(1) == width * kPanel && weight.size(0) == rounded(N, kPanel) / kPanel,
                   "linear: x [num_tokens, in] does not fit the packed weight");
   Tensor out = new_like(x, {M, N});
-  static thread_local std::vector<float> buffer;
+  static thread_local std::vector<float> wide;
+  static thread_local std::vector<bf16> narrow;
   LinearArgs a{d, nullptr, weight.const_data_ptr(), nullptr, out.mutable_data_ptr(), K, 0, 0, N};
-  a.x = widened(x, d, width, buffer, &a.ldx);
+  bool as_is = d == Dtype::bf16 && kernels()->packed_takes_bf16;
+  a.x = as_is ? padded(x, width, narrow, &a.ldx) : widened(x, d, width, wide, &a.ldx);
   if (bias) a.bias = check_bias(bias, d, N).const_data_ptr();
   spread(a, M, N, kernels()->packed);
   return out;

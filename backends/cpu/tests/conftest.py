@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels: needs the compiled kernels")
 
 
-@pytest.fixture(params=["generic", "avx2", "avx512"])
+@pytest.fixture(params=["generic", "avx2", "avx512", "amx"])
 def isa(request: pytest.FixtureRequest):
     """Each instruction set that this processor has, one after another."""
     import torch

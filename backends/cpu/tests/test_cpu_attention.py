@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-
 from oarlock.backend_api.runtime import AttentionParams
 from oarlock.runtime.reference.attention import ReferenceAttention
 

@@ -239,6 +239,7 @@ def test_building_without_a_compiler_succeeds(tmp_path, reason):
 def test_kernels_are_described_and_serve():
     import oarlock.runtime.reference  # noqa: F401  (registers the ops)
     from oarlock.backend_api.runtime import bind_ops
+
     from oarlock_cpu import native
     from oarlock_cpu.device import CpuDevice
 

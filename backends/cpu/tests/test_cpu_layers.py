@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from oarlock.runtime.reference import layers as reference
 
 pytestmark = pytest.mark.kernels

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from oarlock.runtime.reference import logits as reference_logits
 from oarlock.runtime.reference import sampling as reference
 
