@@ -382,7 +382,7 @@ def test_a_breach_ends_the_engine(make, monkeypatch):
 
     monkeypatch.setattr(Scheduler, "schedule", forgetful)
     llm = make(block_size=8)
-    with pytest.raises(EngineDead, match="positions 0 to"):
+    with pytest.raises(EngineDead, match="positions 16 to 20 of group 0"):
         llm.generate([list(range(3, 24))], SamplingParams(temperature=0.8, n=3, max_tokens=9, ignore_eos=True), use_tqdm=False)
 
 
