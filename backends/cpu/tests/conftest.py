@@ -18,13 +18,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels: needs the compiled kernels")
 
 
-@pytest.fixture(params=["generic", "avx2", "avx512", "amx"])
-def isa(request: pytest.FixtureRequest):
-    """Each instruction set that this processor has, one after another."""
+def _use(name: str):
     import torch
 
     before = native.isa()
-    if not torch.ops.oarlock_cpu.set_isa(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
+    if not torch.ops.oarlock_cpu.set_isa(name):
+        pytest.skip(f"this processor has no {name}")
+    yield name
     torch.ops.oarlock_cpu.set_isa(before)
+
+
+@pytest.fixture(params=["generic", "avx2", "avx512"])
+def isa(request: pytest.FixtureRequest):
+    """Each instruction set that this processor has, one after another."""
+    yield from _use(request.param)
+
+
+@pytest.fixture(params=["generic", "avx2", "avx512", "amx"])
+def linear_isa(request: pytest.FixtureRequest):
+    """The same for packed linears, the only kernels that AMX changes."""
+    yield from _use(request.param)

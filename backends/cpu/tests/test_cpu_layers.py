@@ -33,7 +33,7 @@ LINEARS = [(1, 64, 64), (1, 576, 1536), (2, 1536, 96), (5, 100, 33), (7, 31, 1),
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size", "out"), LINEARS)
-def test_linear(ops, isa, dtype, rows, size, out):
+def test_linear(ops, linear_isa, dtype, rows, size, out):
     x, w, b = random(rows, size, dtype=dtype), random(out, size, dtype=dtype, seed=1), random(out, dtype=dtype, seed=2)
     for bias in (None, b):
         want = reference.linear(x.double(), w.double(), None if bias is None else bias.double())
@@ -71,7 +71,7 @@ def test_padding_of_a_packed_weight_is_not_touched_by_nan_beyond_a_row(ops):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_rows_bits_do_not_depend_on_the_batch(ops, isa, dtype, threads):
+def test_a_rows_bits_do_not_depend_on_the_batch(ops, linear_isa, dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -128,7 +128,7 @@ def test_logprobs_equal_the_references(ops, isa, k, vocab):
 def test_logprobs_of_a_row_with_nan_end(ops):
     logits = torch.full((2, 50), float("nan"))
     logits[1] = 0
-    values, ranks, ids, tops = ops.logprobs(logits, torch.zeros(2, dtype=torch.int32), 5)
+    values, _, ids, _ = ops.logprobs(logits, torch.zeros(2, dtype=torch.int32), 5)
     assert values.isnan().tolist() == [True, False] and ids[1].tolist() == [0, 1, 2, 3, 4]
 
 
