@@ -75,7 +75,7 @@ def test_latencies_of_known_times() -> None:
         (["latency", "m", "--iterations", "0"], "--iterations 0"),
         (["latency", "m", "--dtype", "int8"], "--dtype int8"),
         (["latency", "m", "--nonsense"], "--nonsense"),
-        (["speed"], "choose serve, throughput or latency"),
+        (["speed"], "choose from"),
     ],
 )
 def test_wrong_flags_are_named(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

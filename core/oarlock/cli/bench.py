@@ -7,32 +7,30 @@ Never: decides whether a figure is good.
 
 from __future__ import annotations
 
+import argparse
+import importlib
 from collections.abc import Sequence
 
-from oarlock.errors import ConfigError
+from oarlock.config.parser import Parser
 
-USAGE = """\
-usage: oarlock bench KIND [arguments]
-
-  serve        load on any server with the OpenAI API: time to first token, time per token, throughput
-  throughput   a list of prompts through a model loaded here: tokens and requests a second
-  latency      batches of prompts through a model loaded here: time of a batch, of its first token, of each further one
-
-oarlock bench KIND --help says more."""
+KINDS = {
+    "serve": "oarlock.cli.bench_serve:main",
+    "throughput": "oarlock.cli.bench_offline:throughput",
+    "latency": "oarlock.cli.bench_offline:latency",
+}
+TEXT = """\
+serve        load on any server with the OpenAI API: time to first token, time per token, throughput
+throughput   a list of prompts through a model loaded here: tokens and requests a second
+latency      batches of prompts through a model loaded here: time of a batch, of its first token, of each further one"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark. Its exit code: 0 when every request was answered."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if argv else 2
-    kind, rest = argv[0], argv[1:]
-    if kind == "serve":
-        from oarlock.cli.bench_serve import main as run
-    elif kind == "throughput":
-        from oarlock.cli.bench_offline import throughput as run
-    elif kind == "latency":
-        from oarlock.cli.bench_offline import latency as run
-    else:
-        raise ConfigError(f"{kind}: there is no such benchmark; choose serve, throughput or latency")
-    return run(rest)
+    parser = Parser(
+        prog="oarlock bench", usage="oarlock bench KIND [arguments]", description=TEXT, epilog="oarlock bench KIND --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("kind", metavar="KIND", choices=tuple(KINDS), help=", ".join(KINDS))
+    module, _, function = KINDS[parser.parse_args(argv[:1]).kind].partition(":")
+    code: int = getattr(importlib.import_module(module), function)(argv[1:])
+    return code
