@@ -22,6 +22,7 @@ from oarlock.config.resolve import from_kwargs
 from oarlock.engine.launch import launch_inprocess
 from oarlock.messages import EngineRequest, SchedulerOutput, SchedulerStats
 from oarlock.model_summary import ModelSummary, load_summary
+from oarlock.runtime.reference.logits import apply_penalties
 from oarlock.runtime.reference.sampling import sample
 from oarlock.sampling_params import SamplingParams
 from oarlock.scheduler.policy import seed_bits
@@ -182,6 +183,15 @@ def context_of(tiny: Tiny) -> dict[str, int]:
     return {"max_model_len": 256 if short_context(tiny) else CONTEXT}
 
 
+def has_full_attention(tiny: Tiny) -> bool:
+    """Whether some layer sees everything; else no request ever holds more than its window."""
+    return any(window is None for window in summary_of(tiny).layer_windows)
+
+
+def summary_of(tiny: Tiny) -> ModelSummary:
+    return load_summary(from_kwargs(str(tiny.path), dtype="float32", skip_tokenizer_init=True, **context_of(tiny)).engine.model)
+
+
 def check_all(tiny: Tiny, prompts: Sequence[Sequence[int]], got: Sequence[Sequence[int]], what: str) -> None:
     """Every continuation is transformers' own."""
     assert len(prompts) == len(got)
@@ -197,29 +207,46 @@ def check_sampled(tiny: Tiny, prompt: Sequence[int], params: SamplingParams, ans
     less than a near-tie makes the definition draw it.
     """
     for index, tokens in answers.items():
-        with torch.no_grad():
-            text = torch.tensor([[*prompt, *tokens]])
-            logits = tiny._reference()(text, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        want = draw(logits, params, index)
+        text = [*prompt, *tokens]
+        logits = logits_of(tiny, text)[len(prompt) - 1 : -1]
+        want = draw(logits, params, index, text)
         for at, (ours, theirs) in enumerate(zip(tokens, want, strict=True)):
             if ours == theirs:
                 continue
-            nudged = logits[at : at + 1].clone()
-            nudged[0, ours] += NEAR_TIE
-            place = f"{tiny.name} {what} branch {index}, token {at}: got {ours}, the definition draws {theirs}"
-            assert draw(nudged, params, index, first=at) == [ours], place
+            nudged = logits.clone()
+            nudged[at, ours] += NEAR_TIE
+            place = f"{tiny.name} {what} prompt of {len(prompt)}, branch {index}, token {at}: got {ours}, the definition draws {theirs}"
+            assert draw(nudged, params, index, text)[at] == ours, f"{place}\n got {tokens}\nwant {want}"
             NEAR_TIES.append(place)
 
 
-def draw(logits: torch.Tensor, params: SamplingParams, index: int, first: int = 0) -> list[int]:
-    """What the definition of sampling draws at consecutive output positions. logits [positions, vocab_size]."""
+def logits_of(tiny: Tiny, text: Sequence[int]) -> torch.Tensor:
+    """transformers' logits at every position of a text, computed without a cache. [tokens, vocab_size] float32"""
+    with torch.no_grad():
+        return tiny._reference()(torch.tensor([list(text)]), use_cache=False).logits[0].float()
+
+
+def draw(logits: torch.Tensor, params: SamplingParams, index: int, text: Sequence[int]) -> list[int]:
+    """What the definitions in runtime.reference draw at the last positions of a text, given what precedes each.
+
+    logits [positions, vocab_size]: row i is what the text up to its (i - positions)th token predicts.
+    """
     size = logits.shape[0]
-    number = lambda value, kind: torch.full((size,), value, dtype=kind)  # noqa: E731
-    return sample(
-        logits, number(params.temperature, torch.float32), number(params.top_p, torch.float32), number(params.top_k, torch.int32),
-        number(params.min_p, torch.float32), number(seed_bits(params.seed, 0, 0), torch.int32), number(index, torch.int32),
-        torch.arange(first, first + size, dtype=torch.int32),
-    ).tolist()  # fmt: skip
+    number = lambda value, kind=torch.float32: torch.full((size,), value, dtype=kind)  # noqa: E731
+    at = torch.arange(size, dtype=torch.int32)
+    num_prompt = len(text) - size
+    history = torch.tensor([list(text)], dtype=torch.int32).expand(size, -1)
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    logits = apply_penalties(logits, history, number(num_prompt, torch.int32), num_prompt + at, *map(number, penalties))
+    for token, value in params.logit_bias:
+        logits[:, token] += value
+    if params.allowed_token_ids is not None:
+        banned = torch.ones(logits.shape[1], dtype=torch.bool)
+        banned[list(params.allowed_token_ids)] = False
+        logits[:, banned] = -torch.inf
+    seed, choice = number(seed_bits(params.seed, 0, 0), torch.int32), number(index, torch.int32)
+    drawn = sample(logits, number(params.temperature), number(params.top_p), number(params.top_k, torch.int32), number(params.min_p), seed, choice, at)
+    return drawn.tolist()
 
 
 # ---------------------------------------------------------------- ways through the engine
@@ -232,6 +259,15 @@ class Way:
     options: dict[str, Any] = field(default_factory=dict)
     events: tuple[str, ...] = ()
     devices: tuple[str, ...] = DEVICES
+    num_blocks: tuple[int, int, int] | None = None  # of 8 tokens: usually, for a short context, and where every layer has a window
+
+    def options_for(self, tiny: Tiny) -> dict[str, Any]:
+        """What the engine is made with: few enough blocks, and enough for the longest request."""
+        found = {**context_of(tiny), **self.options}
+        if self.num_blocks is not None:
+            usual, short, windows = self.num_blocks
+            found["num_blocks_override"] = windows if not has_full_attention(tiny) else short if short_context(tiny) else usual
+        return found
 
 
 def _base(engine: Engine, tiny: Tiny, what: str) -> None:
@@ -344,10 +380,10 @@ WAYS = (
     Way("n > 1", _branches, ROOMY, ("mixed", "block_copy")),
     Way("every bucket", _buckets, ROOMY, ("mixed",), ("sim-static",)),
     Way("chunk 7", _chunks, {"max_num_seqs": 7, "max_num_batched_tokens": 7, "block_size": 16}, ("chunks", "mixed")),
-    Way("recompute", _recompute, {**TIGHT, "preemption_mode": "recompute", "num_blocks_override": 48}, ("preemptions",)),
+    Way("recompute", _recompute, {**TIGHT, "preemption_mode": "recompute"}, ("preemptions",), num_blocks=(48, 48, 12)),
     Way(
-        "swap", _crowd, {**TIGHT, "preemption_mode": "swap", "swap_space": "16MiB", "num_blocks_override": 48},
-        ("preemptions", "swap_outs", "swap_out", "swap_in"),
+        "swap", _crowd, {**TIGHT, "preemption_mode": "swap", "swap_space": "16MiB"},
+        ("preemptions", "swap_outs", "swap_out", "swap_in"), num_blocks=(48, 48, 12),
     ),
     Way("max_in_flight 2", _overlap, {"max_in_flight": 2, "max_num_batched_tokens": 64}, ("overlapped", "mixed", "chunks")),
     Way("TP 2", _overlap, {"tensor_parallel_size": 2, "max_num_batched_tokens": 64}, ("mixed", "chunks")),
@@ -355,8 +391,8 @@ WAYS = (
 BASE = WAYS[0]
 HOSTILE = Way(
     "hostile", _hostile,
-    {"block_size": 8, "max_num_seqs": 7, "max_num_batched_tokens": 7, "max_in_flight": 2, "swap_space": "16MiB", "num_blocks_override": 90},
-    HOSTILE_EVENTS,
+    {"block_size": 8, "max_num_seqs": 7, "max_num_batched_tokens": 7, "max_in_flight": 2, "swap_space": "16MiB"},
+    HOSTILE_EVENTS, num_blocks=(90, 40, 12),
 )  # fmt: skip
 HOSTILE_TP = replace(HOSTILE, name="hostile, TP 2", options={**HOSTILE.options, "tensor_parallel_size": 2})
 
@@ -369,7 +405,6 @@ class Engines:
         self._engine: Engine | None = None
 
     def get(self, tiny: Tiny, device: str, **options: Any) -> Engine:
-        options = {**context_of(tiny), **options}
         key = (tiny.name, device, tuple(sorted(options.items())))
         if key != self._key:
             self.close()

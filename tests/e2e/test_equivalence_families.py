@@ -34,4 +34,4 @@ def cases() -> list[object]:
 @pytest.mark.parametrize(("family", "device", "way"), cases())
 def test_tokens_are_those_of_transformers(checkpoint, engines, family, device, way):
     tiny = checkpoint(family)
-    take(way, engines.get(tiny, device, **way.options), tiny, device)
+    take(way, engines.get(tiny, device, **way.options_for(tiny)), tiny, device)

@@ -11,16 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import FAMILIES, NEW_TOKENS, Tiny
-from equivalence import Engine, context_of, prompts_of
-from oarlock.config.resolve import from_kwargs
-from oarlock.model_summary import ModelSummary, load_summary
+from equivalence import Engine, context_of, prompts_of, summary_of
 from oarlock.runtime.batch import Batch
 
 LENGTHS = (40, 129)  # beyond every tiny window, and several blocks
-
-
-def summary_of(tiny: Tiny) -> ModelSummary:
-    return load_summary(from_kwargs(str(tiny.path), dtype="float32", skip_tokenizer_init=True, **context_of(tiny)).engine.model)
 
 
 def differing(tiny: Tiny, engine: Engine) -> list[int]:

@@ -259,6 +259,11 @@ class ModelRunner:
         """Read a step back."""
         return pending.result()
 
+    def close(self) -> None:
+        """Drop state, host tier, weights and programs; the runner is of no use afterwards."""
+        for large in (self.state, self.host_tier, self.weights, self.compiled):
+            large.clear()
+
 
 def _column(moves: tuple[tuple[int, int], ...], which: int, size: int) -> list[int]:
     return [m[which] for m in moves] + [0] * (size - len(moves))

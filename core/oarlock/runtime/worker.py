@@ -253,7 +253,9 @@ class Worker:
             canary(self.runner)
 
     def close(self) -> None:
-        """Drop everything large and leave the process group."""
+        """Drop everything large, even where a fault's traceback still refers to the runner, and leave the process group."""
+        if self.runner is not None:
+            self.runner.close()
         self.runner = None
         self.weights = {}
         if getattr(self, "comm", None) is not None:
