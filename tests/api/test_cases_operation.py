@@ -127,9 +127,11 @@ def test_overload_refusals_are_quick_and_batches_count(start_server: Callable[..
     server = start_server("--max-waiting-requests", "2", "--max-num-seqs", "1")
     enough = threading.Event()
     holders = [threading.Thread(target=hang_up, args=(server, CMP, server.cmp_body(**LONG), enough.is_set)) for _ in range(3)]
-    for holder in holders:
+    holders[0].start()
+    wait_until(running(server), 10)
+    for holder in holders[1:]:
         holder.start()
-    wait_until(lambda: server.metrics()["vllm:num_requests_waiting"] == 2, 3)
+    wait_until(lambda: server.metrics()["vllm:num_requests_waiting"] == 2, 10)
     for stream in (False, True):
         started = time.monotonic()
         refused(server.post(CMP, server.cmp_body(stream=stream)), None, status=429)

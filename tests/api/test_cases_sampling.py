@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -48,7 +51,25 @@ def test_seed_under_load(server: RealServer, count: int) -> None:
 
 
 def test_seed_under_load_bit_equal(server: RealServer) -> None:
-    pytest.skip("bit equality under load is promised where the device declares batch_invariant; cpu does not")
+    """The deterministic form, where the device declares it: bit for bit, greedy and seeded, alone and in every company."""
+    doctor = subprocess.run([sys.executable, "-m", "oarlock.cli.main", "doctor", "--device", "cpu"], capture_output=True, text=True, check=False)
+    declared = re.search(r"^\s*batch_invariant\s+(.*)$", doctor.stdout, re.MULTILINE)
+    assert declared is not None, doctor.stdout + doctor.stderr
+    if "float32" not in declared[1]:
+        pytest.skip("bit equality under load is promised where the device declares batch_invariant; cpu does not here")
+    probes = [server.cmp_body(**PROBE), server.cmp_body(**{**PROBE, "temperature": 0})]
+
+    def run(body: dict[str, Any]) -> list[Any]:
+        choice = server.answer(CMP, body)["choices"][0]
+        return [choice["token_ids"], choice["logprobs"]]
+
+    alone = [run(body) for body in probes]
+    for count in (0, 1, 7, 31):
+        with ThreadPoolExecutor(count + 2) as pool:
+            others = [pool.submit(server.post, CMP, body) for body in neighbours(server, count, 100 + count)]
+            again = list(pool.map(run, probes))
+            assert all(other.result().status_code == 200 for other in others)
+        assert again == alone, f"with {count} neighbours"
 
 
 def test_seeds_differ_and_minus_one_is_none(server: RealServer) -> None:
