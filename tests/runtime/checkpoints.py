@@ -43,11 +43,14 @@ class Recipe:
     seed: int = 0
     gain: float = 2.0  # standard deviation of a linear's output for an input of ones; higher: attention and feed-forward matter more
     embedding: float = 0.5  # standard deviation
+    scales: dict[str, float] = field(default_factory=dict)  # part of a parameter's name -> factor on all of it
 
 
 FAMILIES: dict[str, Recipe] = {
     "llama": Recipe("LlamaForCausalLM", "LlamaConfig", _SIZES),
-    "llama-biases": Recipe("LlamaForCausalLM", "LlamaConfig", {**_SIZES, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-biases": Recipe(
+        "LlamaForCausalLM", "LlamaConfig", {**_SIZES, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, embedding=0.2,
+    ),
     "mistral": Recipe("MistralForCausalLM", "MistralConfig", {**_SIZES, "sliding_window": WINDOW}),
     "smollm3": Recipe("SmolLM3ForCausalLM", "SmolLM3Config", {**_SIZES, "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1]}),
     "smollm3-window": Recipe(
@@ -59,18 +62,24 @@ FAMILIES: dict[str, Recipe] = {
         "Qwen2ForCausalLM", "Qwen2Config",
         {**_SIZES, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     ),
-    "qwen3": Recipe("Qwen3ForCausalLM", "Qwen3Config", _SIZES),
-    "gemma2": Recipe("Gemma2ForCausalLM", "Gemma2Config", _GEMMA),
-    "gemma3": Recipe("Gemma3ForCausalLM", "Gemma3TextConfig", {**_GEMMA, "num_hidden_layers": 6}),
+    "qwen3": Recipe("Qwen3ForCausalLM", "Qwen3Config", _SIZES, gain=3.0),
+    "gemma2": Recipe("Gemma2ForCausalLM", "Gemma2Config", _GEMMA, gain=3.0, embedding=0.03, scales={"post_": 4.0, "q_proj": 3.0}),
+    "gemma3": Recipe(
+        "Gemma3ForCausalLM", "Gemma3TextConfig", {**_GEMMA, "num_hidden_layers": 6},
+        gain=3.0, embedding=0.015, scales={"post_": 4.0, "q_norm": 20.0, "k_norm": 5.0},
+    ),
     "phi3": Recipe("Phi3ForCausalLM", "Phi3Config", {**_SIZES, "partial_rotary_factor": 0.5, "sliding_window": None}),
     "phi3-window": Recipe("Phi3ForCausalLM", "Phi3Config", {**_SIZES, "sliding_window": WINDOW}),
     "phi3-longrope": Recipe(
         "Phi3ForCausalLM", "Phi3Config",
         {**_SIZES, "partial_rotary_factor": 0.5, "rope_scaling": _LONGROPE, "original_max_position_embeddings": 256},
     ),
-    "opt": Recipe("OPTForCausalLM", "OPTConfig", {**_OPT, "word_embed_proj_dim": 64}),
-    "opt-350m": Recipe("OPTForCausalLM", "OPTConfig", {**_OPT, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
-    "gpt2": Recipe("GPT2LMHeadModel", "GPT2Config", _GPT2),
+    "opt": Recipe("OPTForCausalLM", "OPTConfig", {**_OPT, "word_embed_proj_dim": 64}, gain=4.0, embedding=0.2),
+    "opt-350m": Recipe(
+        "OPTForCausalLM", "OPTConfig", {**_OPT, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+        gain=1.0, embedding=0.3, scales={"positions": 3.0, "q_proj": 6.0, "bias": 0.3},
+    ),
+    "gpt2": Recipe("GPT2LMHeadModel", "GPT2Config", _GPT2, gain=4.0, embedding=0.2),
     "mixtral": Recipe("MixtralForCausalLM", "MixtralConfig", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": Recipe(
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig",
@@ -80,6 +89,7 @@ FAMILIES: dict[str, Recipe] = {
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig",
         {**_SIZES, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False,
          "mlp_only_layers": [3], "decoder_sparse_step": 2},
+        gain=2.5,
     ),
 }  # fmt: skip
 
@@ -181,7 +191,8 @@ def _draw(model: Any, recipe: Recipe) -> None:
         for name, value in sorted(model.named_parameters()):
             noise = torch.randn(value.shape, generator=generator)
             if "embed" in name or ".wte" in name or ".wpe" in name:
-                value.copy_(noise * recipe.embedding)
+                # Rows of one length: where the head is tied, no token wins by its length alone.
+                value.copy_(noise / noise.norm(dim=1, keepdim=True) * noise.shape[1] ** 0.5 * recipe.embedding)
             elif value.dim() >= 2:
                 fan_in = value.shape[0] if "c_attn" in name or "c_proj" in name or "c_fc" in name else value.shape[-1]
                 value.copy_(noise * recipe.gain / fan_in**0.5)
@@ -189,3 +200,6 @@ def _draw(model: Any, recipe: Recipe) -> None:
                 value.copy_(noise * 0.2)
             else:
                 value.add_(noise * 0.2)  # a norm: around one, or around zero where the model adds one
+            for part, factor in recipe.scales.items():
+                if part in name:
+                    value.mul_(factor)

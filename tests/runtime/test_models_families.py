@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from checkpoints import FAMILIES, NEW_TOKENS, Tiny
-
 from oarlock import LLM, SamplingParams
 
 LENGTHS = (1, 7, 50, 130)
