@@ -91,7 +91,7 @@ class Extension:
     """A part that a plugin adds to core. A device package's part counts only where its device was chosen; commands always do.
 
     What `factory` names, by kind:
-        command   function(arguments: list[str]) -> exit code; `oarlock NAME`
+        command   function(arguments: list[str]) -> exit code; `oarlock NAME`, where core has no command of that name
         model     module or object with model_spec(summary) and weight_specs(summary, spec), made of the records in
                   `backend_api.runtime.model`; the name is the architecture in config.json
         executor  class that runs steps, made and called as core's own executors; --distributed-executor-backend NAME
