@@ -137,6 +137,35 @@ def test_row_that_is_not_finite_fails_only_its_own_request(make, tiny, monkeypat
     engine.check_idle()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+def test_prefix_cache_forgets_what_made_a_request_fail(checkpoint, monkeypatch, family):
+    """NaN in the KV of a first chunk shows only when the last one is sampled; by then whole blocks of it can be found."""
+    tiny = checkpoint(family)
+    engine = Engine(tiny.path, "cpu", block_size=8, max_num_batched_tokens=32, max_model_len=256)
+    execute, calls = ModelRunner.execute, []
+
+    def poison_first_chunk(self: ModelRunner, out: Any) -> Any:
+        pending = execute(self, out)
+        calls.append(out)
+        if len(calls) == 1:
+            for cache in self.state["kv"]:
+                for tensor in cache:
+                    tensor[1:].fill_(float("nan"))
+        return pending
+
+    monkeypatch.setattr(ModelRunner, "execute", poison_first_chunk)
+    try:
+        (prompt,) = prompts_of(tiny, (40,))
+        failed = engine.submit(prompt, GREEDY)
+        _, ends = finish(engine)
+        assert ends[failed].error is not None and ends[failed].error.kind == "request"
+        check_all(tiny, [prompt], engine.greedy([prompt], fresh=False), "after the same prompt failed")
+        assert not engine.events["prefix_hits"]
+        engine.check_idle()
+    finally:
+        engine.close()
+
+
 def test_nan_in_one_branch_ends_its_request_whole(make, tiny, monkeypatch):
     engine = make()
     sample = ModelRunner._sample

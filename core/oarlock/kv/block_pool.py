@@ -86,6 +86,16 @@ class BlockPool:
         """The block, held or free, that has this content."""
         return self._index.get(key)
 
+    def forget(self, key: BlockKey) -> None:
+        """Make content unfindable, whoever holds its block."""
+        block = self._index.get(key)
+        if block is None:
+            return
+        self._forget(block)
+        if self._refs[block] == 0:
+            del self._reusable[block]
+            self._blank.append(block)
+
     def forget_unheld(self) -> None:
         """Forget the content of every block that nobody holds."""
         while self._reusable:

@@ -211,6 +211,12 @@ class KVCacheManager:
         """Whether a full block of confirmed tokens was not yet offered to the prefix index."""
         return self.enable_prefix_caching and self._tables[branch_id].num_registered < num_computed // self.block_size
 
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Make this content unfindable, as it may be what made a request fail. O(blocks)."""
+        for g in range(len(self.groups)):
+            for content in hashes:
+                self._pool.forget((g, content))
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that nobody holds."""
         self._pool.forget_unheld()

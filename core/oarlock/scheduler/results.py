@@ -58,6 +58,7 @@ class Results:
         """Take in one row of a branch that has not ended."""
         request, branch_id = branch.request, branch.branch_id
         if branch_id in result.failed:
+            self._manager.forget(branch.hashes)  # KV that is not finite would fail whoever finds it
             return self.fail(request, ErrorInfo(result.failed[branch_id]))
         branch.num_computed = row.start + row.num_tokens
         if request.num_missing_prompt_logprobs:
