@@ -42,7 +42,8 @@ def start_server(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., Rea
     made: list[RealServer] = []
 
     def start(*flags: str, ready: bool = True, port: int | None = None) -> RealServer:
-        server = RealServer(tiny_model, *flags, log=tmp_path / f"server-{len(made)}.log", port=port)
+        settings = {"defaults": ()} if "null" in flags else {}  # the null device computes nothing, and refuses what tunes computing
+        server = RealServer(tiny_model, *flags, log=tmp_path / f"server-{len(made)}.log", port=port, **settings)
         made.append(server)
         server.launch()
         if ready:

@@ -23,6 +23,7 @@ from openai import OpenAI
 from real_server import RealServer, free_port, wait_until
 
 CMP, CHT = "/v1/completions", "/v1/chat/completions"
+NULL = ("--device", "null")  # arithmetic instead of a model: where only the server's own part is looked at
 
 
 class Open:
@@ -174,7 +175,7 @@ def test_https(start_server: Callable[..., RealServer], tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    server = start_server("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), ready=False)
+    server = start_server(*NULL, "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), ready=False)
     with httpx.Client(base_url=server.base_url.replace("http", "https"), verify=ssl.create_default_context(cafile=str(certificate))) as http:
         wait_until(lambda: _status(http) == 200, 60)
         body = server.cmp_body(max_tokens=3, ignore_eos=True)
@@ -226,12 +227,12 @@ def test_startup_errors_readable(tiny_model: Path, tmp_path: Path) -> None:
         ([str(strange)], ["NoSuchForCausalLM", "LlamaForCausalLM"]),
         ([str(tiny_model), "--kv-cache-memory", "64KiB"], ["1.0 MiB", "0.1 MiB", "--max-model-len 112"]),
         ([str(tiny_model), "--max-modl-len", "100"], ["--max-modl-len", "--max-model-len"]),
-        ([str(no_tokenizer)], ["tokenizer"]),
+        ([str(no_tokenizer), *NULL], ["tokenizer"]),
         ([str(truncated)], ["model.safetensors"]),
         ([str(tmp_path / "nowhere")], ["nowhere"]),
-        ([str(tiny_model), "--chat-template", str(tmp_path / "no.jinja")], ["no.jinja", "--chat-template"]),
-        ([str(tiny_model), "--ssl-certfile", str(bad_key), "--ssl-keyfile", str(bad_key)], ["bad.pem", "--ssl-certfile"]),
-        ([str(tiny_model), "--middleware", "no.such.Thing"], ["no.such.Thing", "--middleware"]),
+        ([str(tiny_model), *NULL, "--chat-template", str(tmp_path / "no.jinja")], ["no.jinja", "--chat-template"]),
+        ([str(tiny_model), *NULL, "--ssl-certfile", str(bad_key), "--ssl-keyfile", str(bad_key)], ["bad.pem", "--ssl-certfile"]),
+        ([str(tiny_model), *NULL, "--middleware", "no.such.Thing"], ["no.such.Thing", "--middleware"]),
         ([str(tiny_model), "--host", "no such host"], ["no such host", "--host"]),
         ([str(tiny_model), "--uds", str(tmp_path / "no" / "folder.sock")], ["folder.sock", "--uds"]),
     ]
@@ -272,8 +273,8 @@ def test_a_loading_server_says_so(start_server: Callable[..., RealServer]) -> No
 
 def test_the_module_entry_point_a_unix_socket_and_json_logs(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "oarlock.sock"
-    command = [sys.executable, "-m", "oarlock.entrypoints.openai.api_server", "--model", str(tiny_model), "--uds", str(path), "--log-json"]
-    command += ["--dtype", "float32", "--kv-cache-memory", "16MiB", "--max-num-seqs", "4", "--threads", "1", "--served-model-name", "tiny", "--root-path", "/llm"]
+    command = [sys.executable, "-m", "oarlock.entrypoints.openai.api_server", "--model", str(tiny_model), "--uds", str(path), "--log-json", *NULL]
+    command += ["--served-model-name", "tiny", "--root-path", "/llm"]
     for attempt in range(2):  # the second run finds the socket file that a killed server leaves behind
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
         try:
@@ -298,7 +299,7 @@ def _status(http: httpx.Client) -> int:
 def test_requests_are_logged_only_when_asked(start_server: Callable[..., RealServer], server: RealServer) -> None:
     server.cmp(prompt="a prompt nobody logs", max_tokens=1)
     assert "nobody logs" not in server.output()
-    logging = start_server("--enable-log-requests", "--max-log-len", "12")
+    logging = start_server(*NULL, "--enable-log-requests", "--max-log-len", "12")
     logging.cmp(prompt="line one\nline two and much more", max_tokens=1)
     (line,) = [line for line in logging.output().splitlines() if "oarlock.server.requests" in line]
     assert "line one\\nlin" in line and "much more" not in line

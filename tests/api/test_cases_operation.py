@@ -238,7 +238,7 @@ def test_metrics_add_up(server: RealServer) -> None:
 
 def test_metrics_label_is_escaped_and_stays_without_log_stats(start_server: Callable[..., RealServer]) -> None:
     name = 'odd "name" \\ {x}'
-    server = start_server("--served-model-name", name, "second", "--disable-log-stats")
+    server = start_server("--device", "null", "--served-model-name", name, "second", "--disable-log-stats")
     models = server.http.get("/v1/models").json()["data"]
     assert [model["id"] for model in models] == [name, "second"]
     for alias in (name, "second"):
@@ -281,7 +281,7 @@ def test_the_same_request_id_twice_at_once(server: RealServer) -> None:
 
 def test_auth_every_route(start_server: Callable[..., RealServer]) -> None:
     key = "sk-oarlock-test-key"
-    server = start_server("--api-key", key, "--api-key", "second-key")
+    server = start_server("--device", "null", "--api-key", key, "--api-key", "second-key")
     right = {"Authorization": f"Bearer {key}"}
     spec = server.http.get("/openapi.json", headers=right).json()
     routes = {(method.upper(), path.replace("{name}", "x")) for path, methods in spec["paths"].items() for method in methods}
