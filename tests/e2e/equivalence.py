@@ -232,7 +232,7 @@ def draw(logits: torch.Tensor, params: SamplingParams, index: int, text: Sequenc
     logits [positions, vocab_size]: row i is what the text up to its (i - positions)th token predicts.
     """
     size = logits.shape[0]
-    number = lambda value, kind=torch.float32: torch.full((size,), value, dtype=kind)  # noqa: E731
+    number = lambda value, kind=torch.float32: torch.full((size,), value, dtype=kind)
     at = torch.arange(size, dtype=torch.int32)
     num_prompt = len(text) - size
     history = torch.tensor([list(text)], dtype=torch.int32).expand(size, -1)

@@ -32,6 +32,7 @@ def cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("family", "device", "way"), cases())
-def test_tokens_are_those_of_transformers(checkpoint, engines, family, device, way):
+def test_tokens_are_those_of_transformers(checkpoint, engines, record_property, family, device, way):
+    record_property("case", f"{family}|{device}|{way.name}")
     tiny = checkpoint(family)
     take(way, engines.get(tiny, device, **way.options_for(tiny)), tiny, device)

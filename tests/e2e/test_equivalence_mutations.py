@@ -33,7 +33,8 @@ def assert_noticed(tiny: Tiny, engine: Engine, what: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_positions_tokens_differ(checkpoint, family):
+def test_without_positions_tokens_differ(checkpoint, record_property, family):
+    record_property("case", f"{family}|cpu|noticed without positions")
     tiny = checkpoint(family)
     engine = Engine(tiny.path, "cpu", **context_of(tiny))
     weights = engine.worker.runner.weights
@@ -47,7 +48,8 @@ def test_without_positions_tokens_differ(checkpoint, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_the_window_tokens_differ(checkpoint, family):
+def test_without_the_window_tokens_differ(checkpoint, record_property, family):
+    record_property("case", f"{family}|cpu|noticed without window")
     tiny = checkpoint(family)
     summary = summary_of(tiny)
     if not any(summary.layer_windows):
@@ -58,8 +60,9 @@ def test_without_the_window_tokens_differ(checkpoint, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_the_oldest_block_tokens_differ(checkpoint, family, monkeypatch):
+def test_without_the_oldest_block_tokens_differ(checkpoint, record_property, family, monkeypatch):
     """Every decode step reads the null block, which holds zeros, in place of the oldest block that the row can see."""
+    record_property("case", f"{family}|cpu|noticed without oldest block")
     tiny = checkpoint(family)
     engine = Engine(tiny.path, "cpu", block_size=8, **context_of(tiny))
     windows, inputs = [group.window for group in engine.info.kv_groups], Batch.forward_inputs
