@@ -204,7 +204,7 @@ def test_plan_reads_a_real_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 4096)
     claims = Claims(dtypes=("float32",), memory_bytes=1 << 30)
     found = catalogue(device("fast", lambda: ProbeResult("available", "fine", claims=claims)))
-    monkeypatch.setattr(plan, "select_device", lambda name: select_device(name, found))
+    monkeypatch.setattr("oarlock.engine.launch.installed", lambda: found)
     assert main.main(["plan", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "LlamaForCausalLM, 2 layers, float32, context 256" in text and "weights                0.0 MiB" in text

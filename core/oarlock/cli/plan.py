@@ -14,11 +14,12 @@ from oarlock.backend_api import Claims
 from oarlock.config.parser import make_parser, parse
 from oarlock.config.resolve import resolve, token_budget
 from oarlock.config.sections import EngineConfig
+from oarlock.engine.launch import prepare
 from oarlock.errors import ConfigError
 from oarlock.kv_spec import KVSpec, make_groups
 from oarlock.memory_plan import MemoryNeeds, MemoryPlan, activation_bytes, available_host_bytes, plan_memory, total_host_bytes
 from oarlock.model_summary import ModelSummary, load_summary, weight_bytes
-from oarlock.plugins import Selection, select_device
+from oarlock.plugins import Selection
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -26,9 +27,8 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 def main(argv: Sequence[str]) -> int:
     """Print the plan. Exit code 0; a model that does not fit is a ConfigError."""
     config = resolve(parse(make_parser("oarlock plan"), argv)).engine
-    selection = select_device(config.device.device)
-    summary = load_summary(config.model)
-    print(report(config, selection, summary))
+    launch = prepare(config, load_summary(config.model))
+    print(report(launch.config, launch.selection, launch.summary))
     return 0
 
 
