@@ -31,7 +31,7 @@ def weight_specs(summary, spec):
     found = [
         WeightSpec(("embed", "weight"), ("model.embed_tokens.weight",), ((v, h),), kind="embedding"),
         WeightSpec(("final_norm", "weight"), ("model.norm.weight",), ((h,),), kind="norm"),
-        WeightSpec(("lm_head", "weight"), ("lm_head.weight",), ((v, h),), "vocab", kind="linear"),
+        WeightSpec(("lm_head", "weight"), ("lm_head.weight",), ((v, h),), "vocab", kind="lm_head"),
     ]
     for n in range(summary.num_layers):
         at, p = ("layers", n), f"model.layers.{n}."

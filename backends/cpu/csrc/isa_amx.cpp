@@ -81,7 +81,6 @@ void two_blocks(const bf16* x, int64_t ldx, const char* w, int64_t depth, bool a
 void packed_bf16(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
   int64_t depth = (a.K + 31) / 32;
   alignas(64) float sums[kBlockRows * kPanel];
-  const bf16* bias = static_cast<const bf16*>(a.bias);
   for (int64_t m = m0; m < m1; m += kBlockRows) {
     int rows = static_cast<int>(m1 - m < kBlockRows ? m1 - m : kBlockRows);
     Config(rows < kTileRows ? rows : kTileRows, rows > kTileRows ? rows - kTileRows : kTileRows).load();
@@ -90,7 +89,7 @@ void packed_bf16(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_
       const char* w = static_cast<const char*>(a.w) + n / kPanel * depth * 2 * kTileBytes;
       if (rows > kTileRows) two_blocks(x, a.ldx, w, depth, m == m0, sums); else one_block(x, a.ldx, w, depth, sums);
       int64_t outputs = n1 - n < kPanel ? n1 - n : kPanel;
-      for (int i = 0; i < rows; ++i) store_sums(sums + i * kPanel, bias ? bias + n : nullptr, static_cast<bf16*>(a.out) + (m + i) * a.ldo + n, outputs);
+      for (int i = 0; i < rows; ++i) store_row<bf16>(a, sums + i * kPanel, m + i, n, outputs);
     }
   }
   _tile_release();

@@ -13,10 +13,11 @@
 // packed_step() and zeros there; sums run along K one by one.
 // Each has one order of summation, whatever m0 and m1 are: a row's bits do not depend on the other rows.
 struct LinearArgs {
-  Dtype dtype;               // of w, bias and out
+  Dtype dtype;               // of w and bias
   const void *x, *w, *bias;  // bias may be null
   void* out;
   int64_t K, ldx, ldw, ldo;  // ldw: plain only
+  bool out_f32;              // out is float32 whatever `dtype` is: the sums are not rounded
 };
 
 // Packed weights, P numbers a unit: [N / 32][K / (16 P)][2][16 units of K][16 outputs], zeros where N or K were rounded up.
@@ -65,8 +66,8 @@ struct Kernels {
   void (*attend)(const AttentionArgs&, const AttentionTile&, int64_t c0, int64_t c1, float* scratch, float* partial);
   void (*merge)(const AttentionArgs&, const AttentionTile&, int64_t chunks, float* scratch, const float* partials);
 
-  // Rows of H numbers. residual and total may be null; with them, total = x + residual is normed.
-  void (*rms_norm)(Dtype, Dtype weight_dtype, const void* x, const void* residual, const void* w, void* out, void* total, int64_t H, float eps);
+  // Rows of H numbers. residual and total (float32) may be null; with them, total = x + residual is normed.
+  void (*rms_norm)(Dtype, Dtype weight_dtype, const void* x, const float* residual, const void* w, void* out, float* total, int64_t H, float eps);
   void (*layer_norm)(Dtype, Dtype weight_dtype, const void* x, const void* w, const void* bias, void* out, int64_t H, float eps);
   // One head: `half` pairs rotated by cos[half], sin[half], then `rest` numbers copied.
   void (*rotary)(Dtype, const void* x, void* out, const float* table, int64_t half, int64_t rest, bool interleaved);

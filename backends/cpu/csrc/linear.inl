@@ -6,13 +6,20 @@ namespace OARLOCK_ISA {
 namespace {
 
 // Rounds and stores n sums of one row, with the bias.
-template <class T> void store_sums(const float* from, const T* bias, T* out, int64_t n) {
+template <class B, class T> void store_sums(const float* from, const B* bias, T* out, int64_t n) {
   for (int64_t i = 0; i < n; i += W) {
     int64_t left = n - i < W ? n - i : W;
     vf v = load(from + i);
     if (bias) v = v + load_some(bias + i, left);
     if (left == W) store(out + i, v); else store_some(out + i, v, left);
   }
+}
+
+// Outputs [n, n + count) of row m.
+template <class T> void store_row(const LinearArgs& a, const float* from, int64_t m, int64_t n, int64_t count) {
+  const T* bias = a.bias ? static_cast<const T*>(a.bias) + n : nullptr;
+  int64_t at = m * a.ldo + n;
+  if (a.out_f32) store_sums(from, bias, static_cast<float*>(a.out) + at, count); else store_sums(from, bias, static_cast<T*>(a.out) + at, count);
 }
 
 // ---- packed ---------------------------------------------------------------------------------------------------------
@@ -73,9 +80,8 @@ template <class T, int MR, int NT, bool Ahead> void packed_tiles(const LinearArg
   }
   alignas(64) float sums[MR * NT * 16];
   packed_rows<T, MR, NT, Ahead>(rows, static_cast<const float*>(a.x) + m * a.ldx, a.ldx, tiles, depth, sums);
-  const T* bias = a.bias ? static_cast<const T*>(a.bias) + n : nullptr;
   int64_t outputs = n1 - n < NT * 16 ? n1 - n : NT * 16;
-  for (int i = 0; i < rows; ++i) store_sums(sums + i * NT * 16, bias, static_cast<T*>(a.out) + (m + i) * a.ldo + n, outputs);
+  for (int i = 0; i < rows; ++i) store_row<T>(a, sums + i * NT * 16, m + i, n, outputs);
 }
 
 template <class T> void packed_typed(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
@@ -144,8 +150,7 @@ template <class T, int MR> void plain_rows(int rows, const T* x, int64_t ldx, co
 }
 
 template <class T> void plain_typed(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-  const T *x = static_cast<const T*>(a.x), *w = static_cast<const T*>(a.w), *bias = static_cast<const T*>(a.bias);
-  T* out = static_cast<T*>(a.out);
+  const T *x = static_cast<const T*>(a.x), *w = static_cast<const T*>(a.w);
   int64_t count = (m1 - m0 + kPlainRows - 1) / kPlainRows, tile = count ? (m1 - m0 + count - 1) / count : 1;
   alignas(64) float sums[kPlainRows * kPanel];
   for (int64_t p = n0; p < n1; p += kPanel) {
@@ -157,7 +162,7 @@ template <class T> void plain_typed(const LinearArgs& a, int64_t m0, int64_t m1,
         for (int j = 0; j < 4; ++j) four[j] = w + (n + j < outputs ? p + n + j : n1 - 1) * a.ldw;  // past the end: not stored
         plain_rows<T, kPlainRows>(rows, x + m * a.ldx, a.ldx, four, m == m0 ? 4 * a.ldw : 0, a.K, sums + n, kPanel);
       }
-      for (int i = 0; i < rows; ++i) store_sums(sums + i * kPanel, bias ? bias + p : nullptr, out + (m + i) * a.ldo + p, outputs);
+      for (int i = 0; i < rows; ++i) store_row<T>(a, sums + i * kPanel, m + i, p, outputs);
     }
   }
 }

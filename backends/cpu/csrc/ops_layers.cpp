@@ -48,13 +48,15 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
 std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x_in, const Tensor& residual_in, const Tensor& weight, double eps) {
   Tensor x = packed(x_in), residual = packed(residual_in);
   Dtype d = dtype_of(x, "x"), dw = dtype_of(weight, "weight");
-  STD_TORCH_CHECK(dtype_of(residual, "residual") == d && residual.numel() == x.numel(), "fused_add_rms_norm: x and residual must agree");
+  const float* sums = floats(residual, "residual");
+  STD_TORCH_CHECK(residual.numel() == x.numel(), "fused_add_rms_norm: x and residual must agree");
   int64_t size = x.size(x.dim() - 1), step = size * size_of(d);
   check_norm(weight, size, "fused_add_rms_norm");
-  Tensor out = torch::stable::empty_like(x), total = torch::stable::empty_like(x);
-  char *to = writable(out), *sum = writable(total);
+  Tensor out = torch::stable::empty_like(x), total = torch::stable::empty_like(residual);
+  char* to = writable(out);
+  float* sum = static_cast<float*>(total.mutable_data_ptr());
   each_row(size ? x.numel() / size : 0, size * 6, [&, k = kernels()](int64_t i) {
-    k->rms_norm(d, dw, bytes(x) + i * step, bytes(residual) + i * step, weight.const_data_ptr(), to + i * step, sum + i * step, size, static_cast<float>(eps));
+    k->rms_norm(d, dw, bytes(x) + i * step, sums + i * size, weight.const_data_ptr(), to + i * step, sum + i * size, size, static_cast<float>(eps));
   });
   return {out, total};
 }

@@ -67,15 +67,20 @@ void spread(const LinearArgs& a, int64_t M, int64_t N, Kernel kernel) {
   });
 }
 
-Tensor linear(const Tensor& x_in, const Tensor& weight, const OptionalTensor& bias) {
+// The result: of x's dtype, or float32 where the sums are to stay unrounded.
+Tensor new_out(const Tensor& x, int64_t N, bool out_f32) {
+  return out_f32 ? new_like(x, {x.size(0), N}, ScalarType::Float) : new_like(x, {x.size(0), N});
+}
+
+Tensor linear(const Tensor& x_in, const Tensor& weight, const OptionalTensor& bias, bool out_f32) {
   STD_TORCH_CHECK(x_in.dim() == 2 && weight.dim() == 2 && x_in.size(1) == weight.size(1), "linear: x [num_tokens, in] and weight [out, in] expected");
   STD_TORCH_CHECK(weight.stride(1) == 1 || weight.size(1) == 1, "linear: weight must be row-major");
   Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
   int64_t M = x.size(0), N = weight.size(0), K = x.size(1);
-  LinearArgs a{dtype_of(x, "x"), x.const_data_ptr(), weight.const_data_ptr(), nullptr, nullptr, K, x.stride(0), weight.stride(0), N};
+  LinearArgs a{dtype_of(x, "x"), x.const_data_ptr(), weight.const_data_ptr(), nullptr, nullptr, K, x.stride(0), weight.stride(0), N, out_f32};
   STD_TORCH_CHECK(dtype_of(weight, "weight") == a.dtype, "linear: x and weight must have one dtype");
   if (bias) a.bias = check_bias(bias, a.dtype, N).const_data_ptr();
-  Tensor out = new_like(x, {M, N});
+  Tensor out = new_out(x, N, out_f32);
   a.out = out.mutable_data_ptr();
   spread(a, M, N, kernels()->plain);
   return out;
@@ -109,16 +114,16 @@ const void* padded(const Tensor& x, int64_t width, std::vector<bf16>& buffer, in
   return buffer.data();
 }
 
-Tensor linear_packed(const Tensor& x_in, const Tensor& weight, int64_t N, const OptionalTensor& bias) {
+Tensor linear_packed(const Tensor& x_in, const Tensor& weight, int64_t N, const OptionalTensor& bias, bool out_f32) {
   Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
   Dtype d = dtype_of(x, "x");
   int64_t M = x.size(0), K = x.size(1), width = rounded(K, packed_step(d));
   STD_TORCH_CHECK(dtype_of(weight, "weight") == d && weight.is_contiguous() && weight.size(1) == width * kPanel && weight.size(0) == rounded(N, kPanel) / kPanel,
                   "linear: x [num_tokens, in] does not fit the packed weight");
-  Tensor out = new_like(x, {M, N});
+  Tensor out = new_out(x, N, out_f32);
   static thread_local std::vector<float> wide;
   static thread_local std::vector<bf16> narrow;
-  LinearArgs a{d, nullptr, weight.const_data_ptr(), nullptr, out.mutable_data_ptr(), K, 0, 0, N};
+  LinearArgs a{d, nullptr, weight.const_data_ptr(), nullptr, out.mutable_data_ptr(), K, 0, 0, N, out_f32};
   bool as_is = d == Dtype::bf16 && kernels()->packed_takes_bf16;
   a.x = as_is ? padded(x, width, narrow, &a.ldx) : widened(x, d, width, wide, &a.ldx);
   if (bias) a.bias = check_bias(bias, d, N).const_data_ptr();
@@ -129,8 +134,8 @@ Tensor linear_packed(const Tensor& x_in, const Tensor& weight, int64_t N, const 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
-  m.def("linear_packed(Tensor x, Tensor weight, int out_size, Tensor? bias) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool out_f32) -> Tensor");
+  m.def("linear_packed(Tensor x, Tensor weight, int out_size, Tensor? bias, bool out_f32) -> Tensor");
   m.def("pack_weight(Tensor weight) -> Tensor");
 }
 

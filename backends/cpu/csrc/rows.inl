@@ -16,19 +16,20 @@ template <class T> INLINE void put(T* p, vf v, int64_t lanes) {
   if (lanes == W) store(p, v); else store_some(p, v, lanes);
 }
 
-template <class T, class TW> void rms_norm_typed(const T* x, const T* residual, const TW* w, T* out, T* total, int64_t H, float eps) {
+// out = from / rms(from) * w, given the sum of squares.
+template <class F, class TW, class T> void scale_by_rms(const F* from, float squares, const TW* w, T* out, int64_t H, float eps) {
+  vf r = splat(1.f / std::sqrt(squares / H + eps));
+  each(H, [&](int64_t i, int64_t n) { put(out + i, get(from + i, n) * r * get(w + i, n), n); });
+}
+
+template <class T, class TW> void rms_norm_typed(const T* x, const float* residual, const TW* w, T* out, float* total, int64_t H, float eps) {
   vf squares = {};
   each(H, [&](int64_t i, int64_t n) {
     vf v = get(x + i, n);
-    if (residual) {
-      put(total + i, v + get(residual + i, n), n);
-      v = get(total + i, n);  // as rounded
-    }
+    if (residual) put(total + i, v = v + get(residual + i, n), n);
     squares = fma(v, v, squares);
   });
-  const T* from = residual ? total : x;
-  vf r = splat(1.f / std::sqrt(sum(squares) / H + eps));
-  each(H, [&](int64_t i, int64_t n) { put(out + i, get(from + i, n) * r * get(w + i, n), n); });
+  if (residual) scale_by_rms(total, sum(squares), w, out, H, eps); else scale_by_rms(x, sum(squares), w, out, H, eps);
 }
 
 template <class T, class TW> void layer_norm_typed(const T* x, const TW* w, const TW* bias, T* out, int64_t H, float eps) {
@@ -103,10 +104,10 @@ template <class T> void combine_typed(const void* const* rows, const float* weig
 template <class T> const T* as(const void* p) { return static_cast<const T*>(p); }
 template <class T> T* as(void* p) { return static_cast<T*>(p); }
 
-template <class T, class TW> void rms_norm_as(const void* x, const void* residual, const void* w, void* out, void* total, int64_t H, float eps) {
-  rms_norm_typed(as<T>(x), as<T>(residual), as<TW>(w), as<T>(out), as<T>(total), H, eps);
+template <class T, class TW> void rms_norm_as(const void* x, const float* residual, const void* w, void* out, float* total, int64_t H, float eps) {
+  rms_norm_typed(as<T>(x), residual, as<TW>(w), as<T>(out), total, H, eps);
 }
-void rms_norm(Dtype t, Dtype tw, const void* x, const void* residual, const void* w, void* out, void* total, int64_t H, float eps) {
+void rms_norm(Dtype t, Dtype tw, const void* x, const float* residual, const void* w, void* out, float* total, int64_t H, float eps) {
   auto f = t == Dtype::bf16 ? (tw == Dtype::bf16 ? rms_norm_as<bf16, bf16> : rms_norm_as<bf16, float>)
                             : (tw == Dtype::bf16 ? rms_norm_as<float, bf16> : rms_norm_as<float, float>);
   f(x, residual, w, out, total, H, eps);

@@ -53,8 +53,15 @@ def pack(weight: torch.Tensor) -> PackedWeight:
 def linear(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As the registry's linear; `weight` is packed or plain."""
     if type(weight) is PackedWeight:
-        return _linear_packed(x, weight.panels, weight.out_size, bias)
-    return _linear(x, weight, bias)
+        return _linear_packed(x, weight.panels, weight.out_size, bias, False)
+    return _linear(x, weight, bias, False)
+
+
+def lm_head(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As the registry's lm_head: the sums of a linear, kept in float32."""
+    if type(weight) is PackedWeight:
+        return _linear_packed(x, weight.panels, weight.out_size, bias, True)
+    return _linear(x, weight, bias, True)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ BLOCK_SIZES = (16, 8, 32, 64, 128)  # preferred first
 KERNEL_DTYPES = ("float32", "bfloat16")  # what the compiled kernels compute in
 MAX_HEAD_DIM = 512
 PRIORITY = 10  # above core's references and below a feature plugin that is installed on purpose
-LAYER_OPS = ("linear", "rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "silu_and_mul", "gelu_and_mul", "activation", "moe_experts")
+PACKED_OPS = ("linear", "lm_head")
+LAYER_OPS = ("linear", "lm_head", "rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "silu_and_mul", "gelu_and_mul", "activation", "moe_experts")
 LOGITS_OPS = ("greedy", "sample", "logprobs", "apply_penalties", "apply_mask")
 
 # Read by the OpenMP runtime when torch is imported. A team that spins while it waits takes the core that the API process
@@ -113,7 +114,7 @@ def kernels(device: Any) -> list[OpImpl]:
     if device.torch_device.type != "cpu":
         return []
     return [
-        OpImpl(op=op, name="cpu", factory=f"oarlock_cpu.ops:{op}", priority=PRIORITY, supports=supports, prepare="oarlock_cpu.ops:pack" if op == "linear" else None)
+        OpImpl(op=op, name="cpu", factory=f"oarlock_cpu.ops:{op}", priority=PRIORITY, supports=supports, prepare="oarlock_cpu.ops:pack" if op in PACKED_OPS else None)
         for ops, supports in ((LAYER_OPS, supports_op), (LOGITS_OPS, supports_logits))
         for op in ops
     ]

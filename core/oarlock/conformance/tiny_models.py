@@ -73,7 +73,7 @@ class TinyModel:
         )
         save_file(_draw(specs), str(folder / "model.safetensors"))
         checkpoint = open_checkpoint(self.summary, ModelConfig(model=str(folder)))
-        self.weights = WeightLoader(checkpoint, _Host(), torch.float64, 0, 1, None).load(specs)
+        self.weights = WeightLoader(checkpoint, _Host(), torch.float64, 0, 1, {}).load(specs)
         checkpoint.close()
         self.weights.setdefault("lm_head", {"weight": self.weights["embed"]["weight"]})
         self.weights["rope"] = {key: rope_table(spec, MAX_LEN) for key, spec in self.model.spec.rope.items()}

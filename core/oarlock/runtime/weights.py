@@ -48,7 +48,7 @@ def shard_rows(tensor: torch.Tensor, heads: int, rank: int, size: int) -> torch.
 class WeightLoader:
     """Loads one model on one rank."""
 
-    def __init__(self, source: Source, device: Device, dtype: torch.dtype, rank: int, size: int, prepare: Callable[[torch.Tensor], Any] | None) -> None:
+    def __init__(self, source: Source, device: Device, dtype: torch.dtype, rank: int, size: int, prepare: dict[str, Callable[[torch.Tensor], Any]]) -> None:
         self.source, self.device, self.dtype, self.rank, self.size, self.prepare = source, device, dtype, rank, size, prepare
         self.used: set[str] = set()
         self.bytes = 0
@@ -87,7 +87,8 @@ class WeightLoader:
         whole = whole.contiguous()
         self.bytes += whole.numel() * whole.element_size()
         placed = self.device.place(".".join(map(str, spec.path)), whole, spec.shard)
-        return self.prepare(placed) if self.prepare and spec.kind == "linear" and placed.dim() == 2 else placed
+        prepare = self.prepare.get(spec.kind)
+        return prepare(placed) if prepare is not None and placed.dim() == 2 else placed
 
     def _part(self, spec: WeightSpec, at: int, name: str) -> torch.Tensor:
         dtype = getattr(torch, spec.dtype) if spec.dtype else self.dtype

@@ -158,14 +158,14 @@ class Worker:
         self.model, specs = build_model(self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype, given)
         checkpoint = open_checkpoint(self.summary, self.config.model)
         try:
-            loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare.get("linear"))
+            loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare)
             self.weights = loader.load(specs, lambda s: progress(s, "loading weights", self.rank))
             self.weight_bytes = loader.bytes
         finally:
             checkpoint.close()
         if "lm_head" not in self.weights:
             tied = self.weights["embed"]["weight"]
-            prepare = self.ops.prepare.get("linear")
+            prepare = self.ops.prepare.get("lm_head")
             self.weights["lm_head"] = {"weight": prepare(tied) if prepare else tied}
             self.weight_bytes += tied.numel() * tied.element_size() if prepare else 0
         length = self.summary.max_model_len

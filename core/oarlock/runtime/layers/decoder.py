@@ -67,13 +67,13 @@ def apply_norm(ops: Ops, norm: NormSpec, x: torch.Tensor, w: Tree) -> torch.Tens
 
 
 def add_norm(ops: Ops, norm: NormSpec, x: torch.Tensor, residual: torch.Tensor | None, w: Tree) -> tuple[torch.Tensor, torch.Tensor]:
-    """norm(x + residual) and the sum, in one op where there is one."""
+    """norm(x + residual) in x's dtype, and the sum in float32, in one op where there is one."""
     if residual is None:
-        return apply_norm(ops, norm, x, w), x
+        return apply_norm(ops, norm, x, w), x.float() if x.element_size() < 4 else x
     if norm.kind == "rms":
         return ops.fused_add_rms_norm(x, residual, w["weight"], norm.eps)
     total = x + residual
-    return apply_norm(ops, norm, total, w), total
+    return apply_norm(ops, norm, total, w).to(x.dtype), total
 
 
 def self_attention(ops: Ops, plan: LayerPlan, w: Tree, h: torch.Tensor, cache: Cache, step: StepContext) -> tuple[torch.Tensor, Cache]:

@@ -80,7 +80,7 @@ class NativeModel:
         residual, kv = None, list(kv)
         for layer, w, (_, tensor) in zip(self.layers, weights["layers"], self.home, strict=True):
             x, residual, kv[tensor] = layer(w, x, residual, kv[tensor], step)
-        return (x if residual is None else x + residual), kv
+        return (x if residual is None else (x + residual).to(self.dtype)), kv
 
     def embed(self, weights: Tree, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Token embedding, scaled, projected and given learned positions as the family wants."""
@@ -99,10 +99,9 @@ class NativeModel:
         x = apply_norm(self.ops, spec.norm, hidden, weights["final_norm"]) if spec.final_norm else hidden
         if "project_out" in weights:
             x = self.ops.linear(x, weights["project_out"]["weight"], None)
-        logits = self.ops.linear(x, weights["lm_head"]["weight"], weights["lm_head"].get("bias"))
+        logits = self.ops.lm_head(x, weights["lm_head"]["weight"], weights["lm_head"].get("bias"))
         if self.comm.size > 1 and logits.shape[-1] != spec.vocab_size:
             logits = self.comm.all_gather(logits)
-        logits = logits.float()
         if spec.logit_softcap is not None:
             logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
         return logits

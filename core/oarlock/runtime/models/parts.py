@@ -67,7 +67,7 @@ def outer_weights(spec: ModelSpec, *, prefix: str = "model.", embed: str = "embe
     if spec.final_norm:
         found += norm_weights(("final_norm",), f"{prefix}{norm}", hidden, spec.norm)
     if not spec.tie_embeddings:
-        found.append(WeightSpec(("lm_head", "weight"), ("lm_head.weight",), ((vocab, width),), "vocab", kind="linear"))
+        found.append(WeightSpec(("lm_head", "weight"), ("lm_head.weight",), ((vocab, width),), "vocab", kind="lm_head"))
     return found
 
 

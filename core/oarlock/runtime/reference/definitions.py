@@ -19,6 +19,7 @@ EQUAL = {"float32": 0.0, "float16": 0.0, "bfloat16": 0.0}
 POINTWISE = {"float32": 1e-9, "float16": 1e-6, "bfloat16": 2e-5}  # norms, rotary, activations; float32 tells the two gelus apart
 SOFTMAX = {"float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-4}
 PRODUCT = {"float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-4}
+HEAD = {"float32": 1e-6, "float16": 1e-6, "bfloat16": 1e-6}  # sums are kept in float32 whatever the inputs are
 LOGITS = {"float32": 1e-6}  # logits are always float32
 LOGITS_EQUAL = {"float32": 0.0}
 
@@ -103,6 +104,7 @@ for _op in (
     Op("gelu_and_mul", layers.gelu_and_mul, generate=inputs.gated, cases=_GELU, tolerance=POINTWISE, cost=_cost(6, 0.5)),
     Op("activation", layers.activation, generate=inputs.activation, cases=_ACTIVATION, tolerance=POINTWISE, cost=_cost(4)),
     Op("linear", layers.linear, generate=inputs.linear, cases=_LINEAR, tolerance=PRODUCT, cost=inputs.linear_cost),
+    Op("lm_head", layers.lm_head, generate=inputs.linear, cases=_LINEAR, tolerance=HEAD, cost=inputs.linear_cost),
     Op("moe_topk", moe.moe_topk, generate=inputs.moe_topk, cases=_TOPK, tolerance=SOFTMAX, cost=_cost(8)),
     Op("moe_experts", moe.moe_experts, generate=inputs.moe_experts, cases=_EXPERTS, tolerance=PRODUCT, cost=inputs.moe_experts_cost),
     Op("sample", sampling.sample, generate=inputs.sample, cases=_SAMPLE, tolerance=LOGITS_EQUAL, cost=_cost(150, 0)),

@@ -40,9 +40,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual); the sum is rounded to x's dtype before it is normed. Shapes as `rms_norm`."""
+    """(rms_norm(x + residual) in x's dtype, x + residual in float32).
+
+    The sum of all layers stays in float32: rounding it to bfloat16 sixty times costs more than every other rounding of a model.
+
+    Shapes:
+        x:        [..., size]  model dtype
+        residual: [..., size]  float32
+        weight:   [size]
+    """
     total = x + residual
-    return rms_norm(total, weight, eps), total
+    return rms_norm(total, weight, eps).to(x.dtype), total
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -107,3 +115,21 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias`. x [num_tokens, in_size]; weight [out_size, in_size]; bias [out_size]; result [num_tokens, out_size]."""
     return F.linear(x, weight, bias)
+
+
+HEAD_PIECE = 8192  # outputs widened at a time: a whole vocabulary in float32 would be a second copy of the head
+
+
+def lm_head(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A linear whose sums stay in float32: near-ties between tokens must not be decided by rounding to the model's dtype.
+
+    Shapes:
+        x:      [num_rows, in_size]  model dtype
+        weight: [vocab_size, in_size]  model dtype; bias: [vocab_size] or None
+        result: [num_rows, vocab_size]  float32
+    """
+    if x.dtype in (torch.float32, torch.float64):
+        return F.linear(x, weight, bias)
+    parts = [F.linear(x.float(), piece.float()) for piece in weight.split(HEAD_PIECE)]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return out if bias is None else out + bias.float()
