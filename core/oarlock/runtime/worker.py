@@ -35,7 +35,6 @@ from oarlock.messages import SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
 from oarlock.plugins import collect, worker_plugins
 from oarlock.runtime.choice import best, choose_attention, choose_graph_runner, choose_ops
-from oarlock.runtime.layers.rope import rope_table
 from oarlock.runtime.loader import open_checkpoint, progress
 from oarlock.runtime.model_runner import ModelRunner, RunnerLimits
 from oarlock.runtime.models import FAMILIES, build_model
@@ -163,13 +162,12 @@ class Worker:
             self.weight_bytes = loader.bytes
         finally:
             checkpoint.close()
-        if "lm_head" not in self.weights:
+        if "lm_head" not in self.weights and "embed" in self.weights:
             tied = self.weights["embed"]["weight"]
             prepare = self.ops.prepare.get("lm_head")
             self.weights["lm_head"] = {"weight": prepare(tied) if prepare else tied}
             self.weight_bytes += tied.numel() * tied.element_size() if prepare else 0
-        length = self.summary.max_model_len
-        tables = {name: rope_table(spec, length) for name, spec in self.model.spec.rope.items()}
+        tables = self.model.tables(self.summary.max_model_len)
         self.weights["rope"] = {name: self.device.place(f"rope.{name}", table, "none") for name, table in tables.items()}
 
     # ------------------------------------------------------------ memory and shapes

@@ -1,21 +1,21 @@
 """Model families: one small file each, found by architecture name.
 
-Owns: the table of architectures and the error for an unknown one.
-Reads: `model_summary`.
-Never: imports a family before it is asked for.
+Owns: the table of architectures, and what is said of checkpoints that cannot be served.
+Reads: `model_summary`, `errors`, `models.base`.
+Never: imports a family, or transformers, before it is asked for.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-from types import ModuleType
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from oarlock.backend_api.runtime import Communicator, Ops
-from oarlock.errors import UnsupportedArchitecture
+from oarlock.errors import ConfigError, ModelError, UnsupportedArchitecture
 from oarlock.model_summary import ModelSummary
 from oarlock.runtime.layers.spec import WeightSpec
 from oarlock.runtime.models.base import MakeAttention, NativeModel
@@ -36,25 +36,68 @@ FAMILIES = {
 }
 
 
-def family_of(summary: ModelSummary) -> ModuleType:
-    """The module that describes this architecture: it has `model_spec(summary)` and `weight_specs(summary, spec)`.
-
-    Raises:
-        UnsupportedArchitecture: no file describes it.
-    """
-    name = FAMILIES.get(summary.architecture)
-    if name is None:
-        near = difflib.get_close_matches(summary.architecture, FAMILIES, n=3, cutoff=0.3) or sorted(FAMILIES)[:3]
-        raise UnsupportedArchitecture(
-            f"{summary.architecture} has no native model file; the nearest that do are {', '.join(near)}; supported are {', '.join(sorted(FAMILIES))}"
-        )
-    return importlib.import_module(f"oarlock.runtime.models.{name}")
-
-
 def build_model(
     summary: ModelSummary, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype, family: Any = None
 ) -> tuple[Any, list[WeightSpec]]:
-    """A model without weights, and the list of the weights it wants. `family`: a plugin's, in place of core's."""
-    family = family or family_of(summary)
+    """A model without weights, and the list of the weights it wants. `family`: a plugin's, in place of core's.
+
+    A family is a module (or object) with `model_spec(summary)` and `weight_specs(summary, spec)`. An architecture without
+    one is served through transformers' modelling code where that allows it.
+
+    Raises:
+        ModelError: the checkpoint is quantised, or its config holds what the family does not compute.
+        ConfigError: the model cannot be divided over so many ranks.
+        UnsupportedArchitecture: neither way serves this architecture.
+    """
+    _refuse_quantised(summary)
+    if family is None and summary.architecture not in FAMILIES:
+        return _from_transformers(summary, comm, make_attention, block_size, dtype)
+    family = family or importlib.import_module(f"oarlock.runtime.models.{FAMILIES[summary.architecture]}")
     spec = family.model_spec(summary)
-    return NativeModel(spec, ops, comm, make_attention, block_size, dtype), family.weight_specs(summary, spec)
+    model = NativeModel(spec, ops, comm, make_attention, block_size, dtype)
+    return model, [_divisible(weight, comm.size) for weight in family.weight_specs(summary, spec)]
+
+
+def _from_transformers(
+    summary: ModelSummary, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype
+) -> tuple[Any, list[WeightSpec]]:
+    from oarlock.runtime.models.transformers_path import Refused, build_from_transformers
+
+    try:
+        return build_from_transformers(summary, comm, make_attention, block_size, dtype)
+    except Refused as refused:
+        near = difflib.get_close_matches(summary.architecture, FAMILIES, n=3, cutoff=0.3) or sorted(FAMILIES)[:3]
+        raise UnsupportedArchitecture(
+            f"{summary.architecture} cannot be served. Tried: a native model file (there is none); the generic path over transformers' "
+            f"modelling code ({refused}). The nearest architectures with a native file are {', '.join(near)}; all: {', '.join(sorted(FAMILIES))}"
+        ) from refused
+
+
+def _refuse_quantised(summary: ModelSummary) -> None:
+    found = summary.quantization_config
+    if not found:
+        return
+    method = found.get("quant_method") or found.get("quantization") or ("compressed-tensors" if "format" in found else None)
+    method = method or f"{found.get('bits', found.get('w_bit', found.get('wbits', 'unknown')))} bits a weight"
+    raise ModelError(
+        f"{summary.path} is quantised ({method}), which this version does not read; use the unquantised checkpoint, or a GGUF file of the model"
+    )
+
+
+def _divisible(weight: WeightSpec, size: int) -> WeightSpec:
+    """The same, if it can be cut into `size` parts. A vocabulary that cannot be stays whole: every rank computes all logits.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    if size == 1 or weight.shard == "none" or weight.heads:  # heads were looked at by the model
+        return weight
+    if weight.shard == "vocab":
+        return replace(weight, shard="none") if any(shape[0] % size for shape in weight.shapes) else weight
+    along = 0 if (weight.shard == "column") != weight.transpose else 1
+    rows = [rows for rows, heads in weight.split if not heads] if weight.split else [shape[along if len(shape) > 1 else 0] for shape in weight.shapes]
+    if any(count % size for count in rows):
+        raise ConfigError(
+            f"--tensor-parallel-size {size} does not divide {weight.sources[0]}, which has {max(rows)} entries to divide; use 1", "tensor_parallel_size"
+        )
+    return weight

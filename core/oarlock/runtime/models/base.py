@@ -16,6 +16,7 @@ from oarlock.backend_api.runtime import Attention, AttentionParams, Communicator
 from oarlock.errors import ConfigError
 from oarlock.kv_spec import KVGroup, KVSpec, make_groups
 from oarlock.runtime.layers.decoder import LayerPlan, StepContext, apply_norm
+from oarlock.runtime.layers.rope import rope_table
 from oarlock.runtime.layers.spec import AttentionSpec, ModelSpec
 
 Tree = dict[str, Any]
@@ -33,6 +34,9 @@ class Model(Protocol):
     vocab_size: int
     hidden_size: int
     dtype: torch.dtype
+
+    def tables(self, length: int) -> dict[str, torch.Tensor]:
+        """What is computed from the config alone, for contexts of up to `length` tokens; on the host. Becomes weights["rope"]."""
 
     def forward(self, weights: Tree, ids: torch.Tensor, kv: list[Any], step: StepContext) -> tuple[torch.Tensor, list[Any]]:
         """Token ids [num_tokens] to hidden [num_tokens, hidden_size]; returns the caches to use from now on."""
@@ -74,6 +78,9 @@ class NativeModel:
             ops.decoder_layer(ops, LayerPlan(layer, _params(layer.attention, comm.size), self.attentions[group], group, comm))
             for layer, (group, _) in zip(spec.layers, self.home, strict=True)
         ]
+
+    def tables(self, length: int) -> dict[str, torch.Tensor]:
+        return {name: rope_table(spec, length) for name, spec in self.spec.rope.items()}
 
     def forward(self, weights: Tree, ids: torch.Tensor, kv: list[Any], step: StepContext) -> tuple[torch.Tensor, list[Any]]:
         x = self.embed(weights, ids, step.positions)
