@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from oarlock.backend_api.runtime import AttentionParams
-from oarlock.runtime.reference.attention import ReferenceAttention
+from oarlock.conformance.references import ReferenceAttention
 
 pytestmark = pytest.mark.kernels
 DTYPES = [torch.float32, torch.bfloat16]

@@ -184,7 +184,7 @@ def test_memory_is_what_the_host_says():
 # ---- without kernels ------------------------------------------------------------------------------------------------
 
 UNBUILT = """
-import oarlock.runtime.reference
+import oarlock.conformance.references
 from oarlock.backend_api.runtime import bind_ops
 from oarlock_cpu import native, plugin
 from oarlock_cpu.device import CpuDevice
@@ -237,7 +237,7 @@ def test_building_without_a_compiler_succeeds(tmp_path, reason):
 
 @pytest.mark.kernels
 def test_kernels_are_described_and_serve():
-    import oarlock.runtime.reference  # noqa: F401  (registers the ops)
+    import oarlock.conformance.references  # noqa: F401  (registers the ops)
     from oarlock.backend_api.runtime import bind_ops
 
     from oarlock_cpu import native

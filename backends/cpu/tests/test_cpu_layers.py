@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oarlock.runtime.reference import layers as reference
+from oarlock.conformance.references import layers as reference
 
 pytestmark = pytest.mark.kernels
 DTYPES = [torch.float32, torch.bfloat16]
@@ -176,7 +176,7 @@ def test_every_instruction_set_agrees(ops):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "k", "hidden", "size"), [(1, 4, 2, 32, 48), (37, 8, 2, 64, 33), (200, 3, 3, 48, 16), (5, 60, 4, 16, 16), (0, 2, 1, 16, 16)])
 def test_experts(ops, isa, dtype, tokens, experts, k, hidden, size):
-    from oarlock.runtime.reference import moe
+    from oarlock.conformance.references import moe
 
     x, w13, w2 = random(tokens, hidden, dtype=dtype), random(experts, 2 * size, hidden, dtype=dtype, seed=1), random(experts, hidden, size, dtype=dtype, seed=2)
     w13, w2 = (w13 / hidden**0.5).to(dtype), (w2 / size**0.5).to(dtype)

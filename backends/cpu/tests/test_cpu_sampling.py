@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oarlock.runtime.reference import logits as reference_logits
-from oarlock.runtime.reference import sampling as reference
+from oarlock.conformance.references import logits as reference_logits
+from oarlock.conformance.references import sampling as reference
 
 pytestmark = pytest.mark.kernels
 
