@@ -17,7 +17,10 @@ from oarlock.errors import WeightMismatch
 from oarlock.runtime.layers.spec import WeightSpec
 
 # Tensors that checkpoints carry and no model reads: tables that are computed, buffers of training.
-IGNORED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "embed_positions._float_tensor")
+IGNORED = (
+    "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "attn.bias", "attn.masked_bias", "attention.bias",
+    "attention.masked_bias", "embed_positions._float_tensor",
+)  # fmt: skip
 
 
 class Source(Protocol):

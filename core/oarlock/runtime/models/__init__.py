@@ -66,11 +66,18 @@ def _from_transformers(
     try:
         return build_from_transformers(summary, comm, make_attention, block_size, dtype)
     except Refused as refused:
-        near = difflib.get_close_matches(summary.architecture, FAMILIES, n=3, cutoff=0.3) or sorted(FAMILIES)[:3]
         raise UnsupportedArchitecture(
             f"{summary.architecture} cannot be served. Tried: a native model file (there is none); the generic path over transformers' "
-            f"modelling code ({refused}). The nearest architectures with a native file are {', '.join(near)}; all: {', '.join(sorted(FAMILIES))}"
+            f"modelling code ({refused}). The nearest architectures with a native file are {', '.join(_nearest(summary.architecture))}; "
+            f"all: {', '.join(sorted(FAMILIES))}"
         ) from refused
+
+
+def _nearest(architecture: str) -> list[str]:
+    """Supported architectures whose names are like this one; the commonest where none is."""
+    stems = {name.partition("For")[0].removesuffix("LMHeadModel"): name for name in FAMILIES}
+    near = difflib.get_close_matches(architecture.partition("For")[0], stems, n=3, cutoff=0.5)
+    return [stems[stem] for stem in near] or ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"]
 
 
 def _refuse_quantised(summary: ModelSummary) -> None:

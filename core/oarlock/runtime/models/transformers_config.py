@@ -131,12 +131,13 @@ class _Conversions:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-        self.renamed: list[tuple[str, str]] = []  # in the module, in the checkpoint
+        self.renamed: list[tuple[re.Pattern[str], str]] = []  # in the module -> in the checkpoint
         self.stacked: dict[str, list[str]] = {}  # in the module -> in the checkpoint, * for the expert
         for change in get_model_conversion_mapping(model, add_legacy=False):
             targets, sources = [_literal(p) for p in change.target_patterns], [_literal(p) for p in change.source_patterns]
             if not isinstance(change, WeightConverter):
-                self.renamed.append((targets[0], sources[0]))
+                start = "^" if change.source_patterns[0].startswith("^") else ""
+                self.renamed.append((re.compile(start + re.escape(targets[0])), sources[0]))
                 continue
             steps = [(type(step), step.dim) for step in change.operations if isinstance(step, MergeModulelist | Concatenate)]
             usual = [(MergeModulelist, 0), (Concatenate, 1)][: len(change.operations)]
@@ -157,12 +158,13 @@ class _Conversions:
 
     def _old(self, name: str) -> str:
         for new, old in reversed(self.renamed):
-            name = name.replace(new, old)
+            name = new.sub(lambda _, old=old: old, name)
         return name
 
 
 def _literal(pattern: str) -> str:
-    """The text that a pattern stands for, where it is plain text; * for a number stays."""
+    """The text that a pattern stands for, where it is plain text, at the start of a name or anywhere; * for a number stays."""
+    pattern = pattern.removeprefix("^")
     plain = re.sub(r"\\(.)", r"\1", pattern)
     if re.search(r"[\^$+?()\[\]{}|]", plain) or re.search(r"\\[A-Za-z0-9]", pattern):
         raise Refused("its checkpoints are named in a way that only transformers' own loader reads")

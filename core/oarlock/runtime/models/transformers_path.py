@@ -149,10 +149,21 @@ class TransformersModel:
 class _Given(torch.nn.Module):
     """Stands where the layers were: the hidden state is the one given."""
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Returned:
+        return _Returned(inputs_embeds)
 
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+class _Returned:
+    """What layers return: a hidden state. Whatever else a class looks for (caches, router logits) is None."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, at: Any) -> Any:
+        return (self.last_hidden_state,)[at]
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def _head_only(causal: Any) -> Any:
