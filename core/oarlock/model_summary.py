@@ -52,6 +52,12 @@ class ModelSummary:
     quantization_config: dict[str, Any] | None = None
     is_gguf: bool = False
 
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ModelSummary:
+        """The inverse of `dataclasses.asdict`, also after a round through JSON, which turns tuples into lists."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**fields)
+
 
 _LENGTH_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length",

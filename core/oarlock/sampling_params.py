@@ -344,9 +344,9 @@ class SamplingParams:
             if getattr(self, name) != value:
                 rule = "beam search takes the most probable continuations and does not sample"
                 raise _refuse(name, getattr(self, name), rule, f"leave it out, or at {value:g}")
-        shaping = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": (), "logits_processors": ()}
-        for name, value in shaping.items():
-            if getattr(self, name) != value:
+        shaping: dict[str, object] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": (), "logits_processors": ()}
+        for name, untouched in shaping.items():
+            if getattr(self, name) != untouched:
                 rule = "beams are compared by the model's own probabilities, which this would change"
                 raise _refuse(name, getattr(self, name), rule, "leave it out, or sample instead of searching")
         if self.stop:

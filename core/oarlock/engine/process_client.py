@@ -41,7 +41,8 @@ class ProcessClient(EngineClient):
         super().__init__()
         self._folder = tempfile.mkdtemp(prefix="oarlock-")  # mode 0700: only this user reaches the sockets
         self._context = zmq.asyncio.Context()
-        self._inbox, self._outbox = self._context.socket(zmq.PULL), zmq.Context.instance().socket(zmq.PUSH)
+        self._inbox = self._context.socket(zmq.PULL)
+        self._outbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         self._outbox.setsockopt(zmq.SNDHWM, 0)
         self._outbox.bind(f"ipc://{self._folder}/in")

@@ -51,9 +51,5 @@ def dump_bootstrap(config: EngineConfig, summary: ModelSummary, device: str, fac
 def load_bootstrap(line: str) -> tuple[EngineConfig, ModelSummary, str, str, str]:
     """The inverse of `dump_bootstrap`."""
     data = json.loads(line)
-    return from_dict(data["config"]), load_summary_dict(data["summary"]), data["device"], data["factory"], data["socket"]
+    return from_dict(data["config"]), ModelSummary.from_dict(data["summary"]), data["device"], data["factory"], data["socket"]
 
-
-def load_summary_dict(data: dict[str, Any]) -> ModelSummary:
-    """A ModelSummary after a round through JSON, which turns tuples into lists."""
-    return ModelSummary(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})

@@ -32,7 +32,7 @@ log = logging.getLogger("oarlock.worker")
 def _worker(bootstrap: dict[str, Any]) -> Any:
     config = from_dict(bootstrap["config"])
     configure_logging(config.observability)
-    summary = ModelSummary(**{k: tuple(v) if isinstance(v, list) else v for k, v in bootstrap["summary"].items()})
+    summary = ModelSummary.from_dict(bootstrap["summary"])
     module, _, name = WORKER.partition(":")
     cls = getattr(importlib.import_module(module), name)
     return cls(config, summary, bootstrap["device"], bootstrap["factory"], bootstrap["rank"], bootstrap["size"], bootstrap["rendezvous"])

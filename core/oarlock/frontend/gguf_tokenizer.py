@@ -119,7 +119,7 @@ def _sentencepiece(header: GGUFHeader, tokens: list[str]) -> Tokenizer:
         # Runs of spaces are stored as spaces; the text that is looked up has them replaced.
         tokens = [_METASPACE * len(token) if " " in token and not token.strip(" ") else token for token in tokens]
     vocab = {token: index for index, token in enumerate(tokens)}
-    scores = meta.get("tokenizer.ggml.scores")
+    scores: Any = meta.get("tokenizer.ggml.scores")
     if not gemma and (scores is None or len(scores) != len(tokens)):
         raise ModelError(f"{header.path} is corrupt: a llama vocabulary without one score for each token")
     # Gemma's scores do not say the order of its merges, the order of its tokens does.
@@ -157,7 +157,7 @@ def _add_bos_and_eos(tokenizer: Tokenizer, meta: dict[str, Any], tokens: list[st
     around = []
     by_default = meta.get("tokenizer.ggml.model") == "llama" or meta.get("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
     for name, default in (("bos", by_default), ("eos", False)):
-        token_id = meta.get(f"tokenizer.ggml.{name}_token_id")
+        token_id: Any = meta.get(f"tokenizer.ggml.{name}_token_id")
         wanted = meta.get(f"tokenizer.ggml.add_{name}_token", default) and token_id is not None and 0 <= token_id < len(tokens)
         around.append((tokens[token_id], token_id) if wanted else None)
     bos, eos = around
