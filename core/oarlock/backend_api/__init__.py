@@ -17,8 +17,8 @@ from oarlock.backend_api.specs import (
     GraphRunnerSpec,
     OpImpl,
     OptionSpec,
-    Problem,
     ProbeResult,
+    Problem,
     Support,
     always,
 )

@@ -112,7 +112,7 @@ class EngineCore:
                 break
             try:
                 self._in_flight.append((out, self.executor.execute(out)))
-            except Exception as fault:
+            except Exception as fault:  # noqa: BLE001  any fault of a step is judged by the canary
                 outputs += self._step_failed(out, fault)
                 break
         if self._in_flight:
@@ -123,7 +123,7 @@ class EngineCore:
         out, pending = self._in_flight.popleft()
         try:
             result = pending.result()
-        except Exception as fault:
+        except Exception as fault:  # noqa: BLE001  any fault of a step is judged by the canary
             return self._step_failed(out, fault)
         self._compiles = result.compiles_after_warmup
         return self.scheduler.update_from_output(out, result)
@@ -136,7 +136,7 @@ class EngineCore:
         outputs = self.scheduler.fail_step(out, f"the step that served this request failed: {type(fault).__name__}: {fault}")
         try:
             self.executor.canary()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  any fault of a step is judged by the canary
             raise EngineDead(f"step {out.step_id} failed ({fault}) and the device did not pass the check that followed: {error}") from fault
         return outputs
 

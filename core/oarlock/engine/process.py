@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from oarlock.engine import wire
-from oarlock.executor.parent import die_with_parent
 from oarlock.errors import EngineDead, OarlockError
+from oarlock.executor.parent import die_with_parent
 from oarlock.logs import configure_logging
 
 if TYPE_CHECKING:

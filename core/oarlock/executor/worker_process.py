@@ -19,10 +19,10 @@ from collections import deque
 from typing import Any
 
 from oarlock.config.resolve import from_dict
-from oarlock.executor.parent import die_with_parent
 from oarlock.executor import frames
 from oarlock.executor.base import WORKER
 from oarlock.executor.codec import decode, encode
+from oarlock.executor.parent import die_with_parent
 from oarlock.logs import configure_logging
 from oarlock.model_summary import ModelSummary
 
@@ -93,7 +93,7 @@ def main() -> int:
     bootstrap = json.loads(body)
     try:
         worker = _worker(bootstrap)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  the engine is told whatever it was
         frames.send(end, frames.ERROR, encode((type(error).__name__, str(error))))
         return 1
     frames.send(end, frames.OK, encode(None))
