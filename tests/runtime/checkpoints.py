@@ -62,11 +62,11 @@ FAMILIES: dict[str, Recipe] = {
         "Qwen2ForCausalLM", "Qwen2Config",
         {**_SIZES, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     ),
-    "qwen3": Recipe("Qwen3ForCausalLM", "Qwen3Config", _SIZES, gain=3.0),
+    "qwen3": Recipe("Qwen3ForCausalLM", "Qwen3Config", _SIZES, gain=3.0, scales={"q_norm": 3.0}),
     "gemma2": Recipe("Gemma2ForCausalLM", "Gemma2Config", _GEMMA, gain=3.0, embedding=0.03, scales={"post_": 4.0, "q_proj": 3.0}),
     "gemma3": Recipe(
         "Gemma3ForCausalLM", "Gemma3TextConfig", {**_GEMMA, "num_hidden_layers": 6},
-        gain=3.0, embedding=0.015, scales={"post_": 4.0, "q_norm": 20.0, "k_norm": 5.0},
+        gain=3.0, embedding=0.01, scales={"post_": 6.0, "q_norm": 20.0, "k_norm": 5.0},
     ),
     "phi3": Recipe("Phi3ForCausalLM", "Phi3Config", {**_SIZES, "partial_rotary_factor": 0.5, "sliding_window": None}),
     "phi3-window": Recipe("Phi3ForCausalLM", "Phi3Config", {**_SIZES, "sliding_window": WINDOW}),
@@ -94,6 +94,28 @@ FAMILIES: dict[str, Recipe] = {
 }  # fmt: skip
 
 
+_NO_HEAD_DIM = {k: v for k, v in _SIZES.items() if k != "head_dim"}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+
+# Architectures without a file in oarlock.runtime.models.
+GENERIC: dict[str, Recipe] = {
+    "granite": Recipe(
+        "GraniteForCausalLM", "GraniteConfig",
+        {**_SIZES, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.8, "attention_multiplier": 0.3},
+    ),
+    "granite-dynamic": Recipe(
+        "GraniteForCausalLM", "GraniteConfig",
+        {**_SIZES, "max_position_embeddings": 256, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+    ),
+    "starcoder2": Recipe("Starcoder2ForCausalLM", "Starcoder2Config", {**_SIZES, "sliding_window": WINDOW}, gain=3.0, embedding=0.2),
+    "cohere2": Recipe(
+        "Cohere2ForCausalLM", "Cohere2Config", {**_NO_HEAD_DIM, "num_hidden_layers": 4, "sliding_window": WINDOW}, gain=3.0, embedding=0.2,
+    ),
+    "gpt-neox": Recipe("GPTNeoXForCausalLM", "GPTNeoXConfig", _NO_HEAD_DIM, scales={"query_key_value": 2.0}),
+    "olmoe": Recipe("OlmoeForCausalLM", "OlmoeConfig", {**_NO_HEAD_DIM, **_EXPERTS}),
+}  # fmt: skip
+
+
 @dataclass(slots=True)
 class Greedy:
     """A reference continuation."""
@@ -117,7 +139,7 @@ class Tiny:
         """Write the folder: config.json, generation_config.json, model.safetensors. The same bits for the same recipe."""
         import transformers
 
-        recipe = recipe or FAMILIES[name]
+        recipe = recipe or {**FAMILIES, **GENERIC}[name]
         _quiet()
         config = getattr(transformers, recipe.config)(**json.loads(json.dumps(recipe.values)))
         model = getattr(transformers, recipe.model)(config).float().eval()
@@ -190,7 +212,7 @@ def _draw(model: Any, recipe: Recipe) -> None:
     with torch.no_grad():
         for name, value in sorted(model.named_parameters()):
             noise = torch.randn(value.shape, generator=generator)
-            if "embed" in name or ".wte" in name or ".wpe" in name:
+            if value.dim() == 2 and ("embed" in name or ".wte" in name or ".wpe" in name):
                 # Rows of one length: where the head is tied, no token wins by its length alone.
                 value.copy_(noise / noise.norm(dim=1, keepdim=True) * noise.shape[1] ** 0.5 * recipe.embedding)
             elif value.dim() >= 2:
