@@ -278,15 +278,17 @@ def _base(engine: Engine, tiny: Tiny, what: str) -> None:
 
 
 def _prefix(engine: Engine, tiny: Tiny, what: str) -> None:
-    """Prompts that are in the cache whole, as a beginning, or up to where they go on differently."""
+    """Prompts that are in the cache whole, as a beginning, up to where they go on differently, or with their blocks in another order."""
     long = prompts_of(tiny, base_lengths(tiny))[0]
     middle = prompts_of(tiny, (129,))[0]
     check_all(tiny, [long, middle], engine.greedy([long, middle]), f"{what}, first time")
     assert not engine.events["prefix_hits"], f"{what}: {engine.events['prefix_hits']} tokens were found in an empty cache"
-    related = [long, middle, with_tail(tiny, middle[:100], 17), middle[:90], with_tail(tiny, long[: len(long) // 2], 40)]
+    turned = [*middle[96:128], *middle[:96]]  # whole blocks that have changed places
+    related = [long, middle, with_tail(tiny, middle[:100], 17), middle[:90], with_tail(tiny, long[: len(long) // 2], 40), turned]
     check_all(tiny, related, engine.greedy(related, fresh=False), what)
-    least = [len(long) - 1, len(middle) - 1, 100, 89, len(long) // 2]  # the last token is always computed
-    want, size = sum(n // engine.info.block_size * engine.info.block_size for n in least), engine.info.block_size
+    shared = [len(long) - 1, len(middle) - 1, 100, 89, len(long) // 2, 0]  # the last token is always computed
+    size = engine.info.block_size
+    want = sum(n // size * size for n in shared)
     assert engine.events["prefix_hits"] == want, f"{what}: {engine.events['prefix_hits']} tokens were found, {want} in blocks of {size} were there"
 
 

@@ -112,6 +112,14 @@ def test_seeded_request_gives_the_same_tokens_with_two_steps_in_flight(make, tin
     same(by_itself, make, tiny, got[6:10], "two steps in flight")
 
 
+def test_seeded_request_gives_the_same_tokens_on_two_ranks(make, tiny, by_itself):
+    """One rank samples; the other must hold the same last tokens and histories to go on from."""
+    engine = make(tensor_parallel_size=2, max_num_batched_tokens=32)
+    got = engine.run([*others(tiny)[:4], *seeded(tiny)], waves=(3, 3))
+    engine.require("mixed", "chunks", what="two ranks")
+    same(by_itself, make, tiny, got[4:8], "two ranks")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_penalties_and_biases_never_cross_requests(make, tiny, device):
     """Equal prompts, two seats that requests use one after another: plain ones stay plain, each other one has its own history."""

@@ -22,10 +22,7 @@ def cases() -> list[object]:
             for way in (*WAYS, HOSTILE, HOSTILE_TP):
                 if device not in way.devices:
                     continue
-                if family in WHOLE:
-                    usual = way is not HOSTILE_TP
-                else:
-                    usual = device in USUAL and way in (BASE, HOSTILE)
+                usual = way in (BASE, HOSTILE) and device in USUAL or way in WAYS and family in WHOLE
                 marks = () if usual else (pytest.mark.full,)
                 found.append(pytest.param(family, device, way, id=f"{family}-{device}-{way.name.replace(' ', '_')}", marks=marks))
     return found
