@@ -7,6 +7,7 @@ Never: knows a file format or a model family.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -118,7 +119,7 @@ class WeightLoader:
 
 def _put(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
     """Set tree[path], growing dicts and lists."""
-    for key, following in zip(path[:-1], path[1:], strict=True):
+    for key, following in itertools.pairwise(path):
         empty: Any = [] if isinstance(following, int) else {}
         if isinstance(key, int):
             while len(tree) <= key:
