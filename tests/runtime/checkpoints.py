@@ -66,7 +66,7 @@ FAMILIES: dict[str, Recipe] = {
     "gemma2": Recipe("Gemma2ForCausalLM", "Gemma2Config", _GEMMA, gain=3.0, embedding=0.03, scales={"post_": 4.0, "q_proj": 3.0}),
     "gemma3": Recipe(
         "Gemma3ForCausalLM", "Gemma3TextConfig", {**_GEMMA, "num_hidden_layers": 6},
-        gain=3.0, embedding=0.01, scales={"post_": 6.0, "q_norm": 20.0, "k_norm": 5.0},
+        gain=3.0, embedding=0.05, scales={"post_": 30.0, "q_norm": 30.0, "k_norm": 8.0},
     ),
     "phi3": Recipe("Phi3ForCausalLM", "Phi3Config", {**_SIZES, "partial_rotary_factor": 0.5, "sliding_window": None}),
     "phi3-window": Recipe("Phi3ForCausalLM", "Phi3Config", {**_SIZES, "sliding_window": WINDOW}),
@@ -171,6 +171,7 @@ class Tiny:
         if self._model is None:
             _quiet()
             found = getattr(transformers, self.recipe.model).from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager")
+            found.generation_config.eos_token_id = None  # a continuation has its full length
             self._model = found.eval()
         return self._model
 
