@@ -111,10 +111,10 @@ class ModelPrograms:
         """The programs by name."""
         step_axes = ("tokens", "rows", "blocks", "max_q", "decode_rows")
         floats = frozenset((*_ROW_FLOATS, "bias_values"))
-        picked: Layout = lambda k: {"index": (k.picks,), "targets": (k.picks,)}  # noqa: E731
-        copied: Layout = lambda k: {"source": (k.copies,), "destination": (k.copies,)}  # noqa: E731
-        ids: Layout = lambda k: {"ids": (k.copies,)}  # noqa: E731
-        history: Layout = lambda k: {"rows": (k.rows,), "tokens": (k.rows, k.history)}  # noqa: E731
+        picked: Layout = lambda k: {"index": (k.picks,), "targets": (k.picks,)}
+        copied: Layout = lambda k: {"source": (k.copies,), "destination": (k.copies,)}
+        ids: Layout = lambda k: {"ids": (k.copies,)}
+        history: Layout = lambda k: {"rows": (k.rows,), "tokens": (k.rows, k.history)}
         specs = (
             ProgramSpec("forward", step_axes, ("last",), ("kv",), self._forward_inputs, self.forward),
             ProgramSpec("select", ("tokens", "picks"), (), (), lambda k: {"index": (k.picks,)}, self.select),
