@@ -10,7 +10,11 @@ import pytest
 import torch
 from checkpoints import GENERIC, Recipe, Tiny
 from oarlock import LLM
+from oarlock.backend_api.runtime import IdentityCommunicator, bind_ops
+from oarlock.config.resolve import from_kwargs
 from oarlock.errors import ConfigError, UnsupportedArchitecture
+from oarlock.model_summary import load_summary
+from oarlock.runtime.models import build_model
 from running import assert_same, run
 
 LENGTHS = (1, 7, 50, 130)
@@ -75,15 +79,16 @@ def test_no_second_copy_of_the_weights_is_made(checkpoint):
 
 
 def test_more_ranks_than_one_are_refused(checkpoint):
+    summary = load_summary(from_kwargs(str(checkpoint("granite").path), device="cpu").engine.model)
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2: GraniteForCausalLM .* not divided over ranks; use 1"):
-        run(checkpoint("granite"), [[5, 6]], tensor_parallel_size=2)
+        build_model(summary, bind_ops([], "float32"), IdentityCommunicator(0, 2), lambda params, kind: None, 16, torch.float32)
 
 
-def refusal(folder: Path, config: dict[str, Any]) -> str:
+def refusal(folder: Path, config: dict[str, Any], **options: Any) -> str:
     """What is said when a model with this config is opened."""
     (folder / "config.json").write_text(json.dumps({"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, **config}))
     with pytest.raises(UnsupportedArchitecture) as caught:
-        run(Tiny("refused", folder, Recipe("", "", {})), [[5, 6]], load_format="dummy", max_model_len=32)
+        run(Tiny("refused", folder, Recipe("", "", {})), [[5, 6]], load_format="dummy", max_model_len=32, **options)
     return str(caught.value)
 
 
@@ -111,11 +116,40 @@ def test_the_nearest_is_the_one_of_like_name(tmp_path):
     assert "native file are Qwen3ForCausalLM" in refusal(tmp_path, {"architectures": ["Qwen3000ForCausalLM"]})
 
 
-def test_code_of_a_checkpoint_is_not_run(tmp_path):
-    mark = tmp_path / "ran"
-    (tmp_path / "modeling_own.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass OwnForCausalLM: pass\n")
-    (tmp_path / "configuration_own.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass OwnConfig: pass\n")
-    auto = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    text = refusal(tmp_path, {"architectures": ["OwnForCausalLM"], "model_type": "own", "auto_map": auto})
-    assert "its auto_map points to Python code of the checkpoint, which is not executed" in text
-    assert not mark.exists()
+OWN_CODE = """
+from transformers import GraniteConfig, GraniteForCausalLM
+class OwnConfig(GraniteConfig):
+    model_type = "own"
+class OwnForCausalLM(GraniteForCausalLM):
+    config_class = OwnConfig
+print("OWN CODE RAN")
+"""
+AUTO = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+
+
+def test_code_of_a_checkpoint_is_not_run(tmp_path, capsys):
+    (tmp_path / "modeling_own.py").write_text(OWN_CODE)
+    text = refusal(tmp_path, {"architectures": ["OwnForCausalLM"], "model_type": "own", "auto_map": AUTO})
+    assert "its auto_map points to Python code of the checkpoint, which runs only with --trust-remote-code" in text
+    assert "OWN CODE RAN" not in capsys.readouterr().out
+
+
+def test_code_of_a_checkpoint_runs_when_it_is_trusted(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    tiny, folder = checkpoint("granite"), tmp_path / "own"
+    folder.mkdir()
+    config = json.loads((tiny.path / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OwnForCausalLM"], "model_type": "own", "auto_map": AUTO}))
+    (folder / "modeling_own.py").write_text(OWN_CODE)
+    (folder / "model.safetensors").symlink_to(tiny.path / "model.safetensors")
+    prompts = tiny.prompts(20)
+    (got,) = run(Tiny("own", folder, tiny.recipe), prompts, trust_remote_code=True)
+    tiny.check(prompts[0], got)
+    assert "OWN CODE RAN" in capsys.readouterr().out
+
+
+def test_own_code_that_cannot_be_imported_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (tmp_path / "modeling_own.py").write_text("raise RuntimeError('a broken file')\n")
+    text = refusal(tmp_path, {"architectures": ["OwnForCausalLM"], "model_type": "own", "auto_map": AUTO}, trust_remote_code=True)
+    assert "the checkpoint's own code cannot be imported: RuntimeError: a broken file" in text

@@ -154,7 +154,9 @@ class Worker:
         """Model and weights."""
         family = extensions.find("model", self.summary.architecture, self.device_name, own=self.summary.architecture in FAMILIES)
         given = extensions.load(family) if family is not None else None
-        self.model, specs = build_model(self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype, given)
+        self.model, specs = build_model(
+            self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype, given, remote_code=self.config.model.trust_remote_code
+        )
         checkpoint = open_checkpoint(self.summary, self.config.model)
         try:
             loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare)

@@ -37,9 +37,19 @@ FAMILIES = {
 
 
 def build_model(
-    summary: ModelSummary, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype, family: Any = None
+    summary: ModelSummary,
+    ops: Ops,
+    comm: Communicator,
+    make_attention: MakeAttention,
+    block_size: int,
+    dtype: torch.dtype,
+    family: Any = None,
+    *,
+    remote_code: bool = False,
 ) -> tuple[Any, list[WeightSpec]]:
-    """A model without weights, and the list of the weights it wants. `family`: a plugin's, in place of core's.
+    """A model without weights, and the list of the weights it wants.
+
+    `family`: a plugin's, in place of core's. `remote_code`: Python code of the checkpoint may be run where nothing else serves it.
 
     A family is a module (or object) with `model_spec(summary)` and `weight_specs(summary, spec)`. An architecture without
     one is served through transformers' modelling code where that allows it.
@@ -51,7 +61,7 @@ def build_model(
     """
     _refuse_quantised(summary)
     if family is None and summary.architecture not in FAMILIES:
-        return _from_transformers(summary, comm, make_attention, block_size, dtype)
+        return _from_transformers(summary, comm, make_attention, block_size, dtype, remote_code)
     family = family or importlib.import_module(f"oarlock.runtime.models.{FAMILIES[summary.architecture]}")
     spec = family.model_spec(summary)
     model = NativeModel(spec, ops, comm, make_attention, block_size, dtype)
@@ -59,12 +69,12 @@ def build_model(
 
 
 def _from_transformers(
-    summary: ModelSummary, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype
+    summary: ModelSummary, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype, remote_code: bool
 ) -> tuple[Any, list[WeightSpec]]:
     from oarlock.runtime.models.transformers_path import Refused, build_from_transformers
 
     try:
-        return build_from_transformers(summary, comm, make_attention, block_size, dtype)
+        return build_from_transformers(summary, comm, make_attention, block_size, dtype, remote_code)
     except Refused as refused:
         raise UnsupportedArchitecture(
             f"{summary.architecture} cannot be served. Tried: a native model file (there is none); the generic path over transformers' "

@@ -2,7 +2,7 @@
 
 Owns: the way from a ModelSummary to a transformers module on the meta device, and to a list of weights.
 Reads: `model_summary`, `rope_config`, `layers.spec`; transformers, when such a model is asked for.
-Never: runs code that comes with a checkpoint; reads a weight; computes.
+Never: runs code that comes with a checkpoint, unless it is told to; reads a weight; computes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class Refused(Exception):
     """Why transformers' code for a model cannot be used. Becomes an UnsupportedArchitecture that also says what is supported."""
 
 
-def bare_model(summary: ModelSummary, dtype: torch.dtype, attention_name: str, attention: Callable[..., Any]) -> Any:
+def bare_model(summary: ModelSummary, dtype: torch.dtype, attention_name: str, attention: Callable[..., Any], remote_code: bool) -> Any:
     """The module, its parameters on the meta device, its tables on the host, its attention replaced.
+
+    `remote_code`: where transformers has no class of that name, the checkpoint's own Python code may be run.
 
     Raises:
         Refused: transformers is missing, has no such class, or its class keeps its attention to itself.
@@ -42,8 +44,11 @@ def bare_model(summary: ModelSummary, dtype: torch.dtype, attention_name: str, a
     name = summary.architecture
     cls = getattr(transformers, name, None)
     if cls is None or name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        own = "; its auto_map points to Python code of the checkpoint, which is not executed" if "auto_map" in summary.hf_config else ""
-        raise Refused(f"transformers {transformers.__version__} has no decoder-only class of that name{own}")
+        own = "AutoModelForCausalLM" in (summary.hf_config.get("auto_map") or {})
+        if not (own and remote_code):
+            hint = "; its auto_map points to Python code of the checkpoint, which runs only with --trust-remote-code" if own else ""
+            raise Refused(f"transformers {transformers.__version__} has no decoder-only class of that name{hint}")
+        cls = _class_of_checkpoint(summary)
     if not getattr(cls, "_supports_attention_backend", False):
         raise Refused(f"transformers {transformers.__version__} does not let its attention be replaced")
     config = _config(summary, cls)
@@ -58,6 +63,16 @@ def bare_model(summary: ModelSummary, dtype: torch.dtype, attention_name: str, a
         raise Refused(f"its code in transformers {transformers.__version__} does not accept the config: {error}") from error
     _fix_rope(model, summary)
     return model.eval()
+
+
+def _class_of_checkpoint(summary: ModelSummary) -> Any:
+    """Imports the checkpoint's own code. Only after --trust-remote-code."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    try:
+        return get_class_from_dynamic_module(summary.hf_config["auto_map"]["AutoModelForCausalLM"], summary.path, local_files_only=True)
+    except Exception as error:
+        raise Refused(f"the checkpoint's own code cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _config(summary: ModelSummary, cls: Any) -> Any:

@@ -2,7 +2,7 @@
 
 Owns: the attention function registered with transformers, and the model made around its code.
 Reads: `model_summary`, `layers`, `models.base`, `models.transformers_config`, `backend_api.runtime`; transformers, when such a model is asked for.
-Never: runs code that comes with a checkpoint; keeps a weight (they are arguments); uses transformers' cache.
+Never: keeps a weight (they are arguments); uses transformers' cache.
 
 A model is probed on the meta device before anything is read: each layer must call its attention function exactly once and
 ask nothing of it that the paged attention does not do. What is refused says why.
@@ -51,7 +51,7 @@ def paged_attention(
 
 
 def build_from_transformers(
-    summary: ModelSummary, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype
+    summary: ModelSummary, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype, remote_code: bool
 ) -> tuple[TransformersModel, list[WeightSpec]]:
     """The model, and where its weights come from.
 
@@ -59,7 +59,7 @@ def build_from_transformers(
         Refused: transformers has no such class, or its attention cannot be replaced; the message says which.
         ConfigError: more ranks than one.
     """
-    causal = bare_model(summary, dtype, NAME, paged_attention)
+    causal = bare_model(summary, dtype, NAME, paged_attention, remote_code)
     if comm.size > 1:
         raise ConfigError(
             f"--tensor-parallel-size {comm.size}: {summary.architecture} is served by transformers' own code, which is not divided over ranks; use 1",
@@ -81,10 +81,10 @@ class _Run:
         layer = module.layer_idx
         (group, tensor), params = self.model.home[layer], self.model.params[layer]
         attention = self.model.attentions[group]
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        q, k, v = (x[0].transpose(0, 1).to(self.model.dtype).contiguous() for x in (query, key, value))
         self.kv[tensor] = cache = attention.write_kv(self.kv[tensor], k, v, self.step.slots[group])
         parts = [attention.attend(q[lo:hi], cache, meta, params) for lo, hi, meta in self.step.regions[group]]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None].to(query.dtype)
 
 
 class TransformersModel:
