@@ -18,6 +18,10 @@ from oarlock.runtime.models import build_model
 from running import assert_same, run
 
 LENGTHS = (1, 7, 50, 130)
+_MOSHI = {
+    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "ffn_dim": 96,
+    "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GENERIC)
@@ -43,6 +47,15 @@ def test_windows_are_those_that_the_code_asks_for(checkpoint):
     with LLM(str(checkpoint("cohere2").path), device="cpu", dtype="float32", skip_tokenizer_init=True) as llm:
         kinds = [(group.kind, group.window, group.layers) for group in llm._engine.info.kv_groups]
     assert sorted(kinds) == [("full", None, (3,)), ("window", 16, (0,)), ("window", 16, (1,)), ("window", 16, (2,))]
+
+
+def test_a_window_that_the_code_keeps_to_its_masks_is_refused_where_it_matters(tmp_path):
+    tiny = Tiny.make("moshi", tmp_path, Recipe("MoshiForCausalLM", "MoshiConfig", {**_MOSHI, "sliding_window": 16}))
+    with pytest.raises(UnsupportedArchitecture, match=r"does not tell its attention of the window of 16 tokens .* served with --max-model-len 16"):
+        run(tiny, [[5]], new_tokens=4)
+    (prompt,) = tiny.prompts(6)
+    (got,) = run(tiny, [prompt], new_tokens=8, max_model_len=16)
+    tiny.check(prompt, got)
 
 
 def test_rope_flags_reach_its_code(checkpoint):

@@ -216,4 +216,11 @@ def _probe(model: TransformersModel, causal: Any, summary: ModelSummary) -> tupl
         raise Refused(f"a trial run of its code failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     if sorted(found) != list(range(summary.num_layers)):
         raise Refused(f"only {len(found)} of its {summary.num_layers} layers call a replaceable attention function")
-    return [found[layer] for layer in range(summary.num_layers)], hidden.shape[-1], logits.shape[-1]
+    layers = [found[layer] for layer in range(summary.num_layers)]
+    window = min((w for w in summary.layer_windows if w is not None), default=summary.max_model_len)
+    if window < summary.max_model_len and not any(layer.window for layer in layers):
+        raise Refused(
+            f"its code does not tell its attention of the window of {window} tokens that config.json has; "
+            f"it can be served with --max-model-len {window}, where the window does not matter"
+        )
+    return layers, hidden.shape[-1], logits.shape[-1]
