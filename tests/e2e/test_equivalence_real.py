@@ -92,7 +92,8 @@ def test_twenty_prompts_at_once(reference, record_property, name, device):
         pytest.skip("qwen: does not fit the simulated device's 2 GiB in float32")
     folder, known = folder_of(name), reference(name)
     assert max(map(len, known[0])) > 512, "no prompt is longer than Gemma's window"
-    engine = Engine(folder, device, **BATCH)
+    # Plain torch attention pads every chunk of a step to the longest one; a smaller step keeps that within the simulated memory.
+    engine = Engine(folder, device, **BATCH, **({} if device == "cpu" else {"max_num_batched_tokens": 256}))
     try:
         check(name, known, engine.greedy(known[0], waves=(7,)), f"20 prompts at once on {device}")
         engine.require("mixed", what="20 prompts at once")
@@ -107,7 +108,7 @@ def test_twenty_prompts_in_a_hostile_run(reference, record_property, name):
     folder, known = folder_of(name), reference(name)
     windows = bool(json.loads((folder / "config.json").read_text()).get("sliding_window")) and name == "gemma3"
     longest = -(-(max(map(len, known[0])) + NEW_TOKENS) // 16)
-    engine = Engine(folder, "cpu", num_blocks_override=(2 * longest if windows else longest) + 8, **HOSTILE)
+    engine = Engine(folder, "cpu", num_blocks_override=(2 * longest if windows else longest) + 2, **HOSTILE)
     try:
         order = sorted(range(len(known[0])), key=lambda n: -len(known[0][n]))  # the long ones first: they stay, later ones lose their blocks
         got = engine.greedy([known[0][n] for n in order])
