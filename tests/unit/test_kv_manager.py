@@ -179,11 +179,34 @@ def test_kinds_that_are_not_built_are_refused_by_name(kind: str) -> None:
         KVCacheManager((KVGroup(0, kind, None, (0,)),), 8, 4, True)
 
 
-def test_max_tokens_is_the_longest_that_fits() -> None:
-    for groups, blocks in ((FULL, 8), (HYBRID, 30)):
-        manager = KVCacheManager(groups, blocks, 4, True)
-        longest = manager.max_tokens()
-        assert manager.blocks_at_once(longest, 1) <= manager.num_blocks < manager.blocks_at_once(longest + 1, 1)
+def test_block_that_still_waits_for_its_content_from_the_host_is_not_sent_back() -> None:
+    """swap_out is made before swap_in, so the device block's content is not there yet."""
+    manager = KVCacheManager(FULL, 10, 4, False, num_host_blocks=8)
+    manager.start(0, PrefixHit())
+    manager.prepare(0, 0, 8, 0)
+    assert manager.swap_out([0])
+    manager.take_moves()
+    assert manager.swap_in([0], reserve=0)
+    assert not manager.swap_out([0])
+    manager.take_moves()
+    assert manager.swap_out([0])
+
+
+def test_branch_freed_before_its_content_came_from_the_host_leaves_no_move_behind() -> None:
+    manager = KVCacheManager(FULL, 4, 4, False, num_host_blocks=8)
+    for branch in (0, 1):
+        manager.start(branch, PrefixHit())
+    manager.prepare(0, 0, 4, 0)
+    assert manager.swap_out([0])
+    manager.take_moves()
+    assert manager.swap_in([0], reserve=0)
+    manager.free(0)
+    assert manager.num_used_host == 0
+    manager.prepare(1, 0, 4, 0)
+    manager.fork(1, 2, 4)
+    assert manager.prepare(2, 3, 4, 3)  # a copy, perhaps into the block that was to be filled
+    assert manager.take_moves()[2] == ()
+    manager.check_invariants()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

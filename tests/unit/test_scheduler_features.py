@@ -354,3 +354,21 @@ def test_first_output_says_when_the_request_was_scheduled() -> None:
     d.add(request("a", [1, 2], max_tokens=3))
     d.run()
     assert [o.first_scheduled_s for o in d.outputs] == [5.0, None, None]
+
+
+# ---------------------------------------------------------------- the longest request
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("lookahead", [0, 3])
+@pytest.mark.parametrize("table", [None, BucketTable((1, 2), (1,), (64,), (64,), (4, 9), (8,))])
+@pytest.mark.parametrize("groups", [FULL, HYBRID, HYBRID[1:]])
+def test_longest_request_that_is_stated_is_the_longest_that_is_let_in(groups, table, lookahead, chunked) -> None:
+    for num_blocks in (8, 13, 20, 100):
+        d = drive(groups, num_blocks, table=table, num_lookahead_slots=lookahead, enable_chunked_prefill=chunked)
+        longest = d.scheduler.longest_request
+        for total, fits in ((longest, True), (longest + 1, False)):
+            if total > 64:  # the context length: more output is cut there, not refused
+                continue
+            name = f"{num_blocks} {total}"
+            d.add(request(name, [1], max_tokens=total - 1))
+            assert ((name, 0) not in d.ends) == fits, f"{total} tokens in {num_blocks} blocks"
+        d.run()

@@ -40,7 +40,7 @@ def setups(draw) -> Setup:
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         preemption_mode=draw(st.sampled_from(["auto", "recompute", "swap"] if host else ["auto", "recompute"])),
         max_in_flight=draw(st.sampled_from([1, 2])),
-        num_lookahead_slots=draw(st.sampled_from([0, 0, 2])),
+        num_lookahead_slots=draw(st.sampled_from([0, 0, 2, 9])),
         max_waiting_requests=draw(st.sampled_from([2, 100])),
     )
     size = draw(st.sampled_from([1, 4]))

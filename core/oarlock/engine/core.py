@@ -35,8 +35,8 @@ class EngineCore:
         self._ready_outputs: list[EngineOutput] = []
         self._compiles = 0
         ready = self._handshake()
-        self.info = self._describe(ready)
         self.scheduler = self._make_scheduler(ready)
+        self.info = self._describe(ready)
 
     # ------------------------------------------------------------ start
     def _handshake(self) -> WorkerReady:
@@ -64,19 +64,18 @@ class EngineCore:
         return Scheduler(self.config.scheduler, manager, ShapePolicy(ready.buckets), ready.max_model_len, self.config.model.seed)
 
     def _describe(self, ready: WorkerReady) -> EngineInfo:
-        usable = ready.num_blocks - 1
         return EngineInfo(
             max_model_len=ready.max_model_len,
             vocab_size=self.summary.vocab_size,
             block_size=ready.block_size,
-            num_blocks=usable,
+            num_blocks=ready.num_blocks - 1,
             num_host_blocks=ready.num_host_blocks,
             max_num_seqs=self.config.scheduler.max_num_seqs,
             device=self.executor.device_name,
             device_text=ready.device_text,
             dtype=ready.dtype,
             kv_groups=ready.kv_groups,
-            max_prompt_tokens=_longest_request(ready, usable),
+            max_prompt_tokens=self.scheduler.longest_request,
             op_table=ready.op_table,
             memory_plan=ready.memory_plan,
             load_s=ready.load_s,
@@ -147,20 +146,3 @@ class EngineCore:
     def shutdown(self) -> None:
         """End the workers; idempotent."""
         self.executor.shutdown()
-
-
-def _longest_request(ready: WorkerReady, usable: int) -> int:
-    """Tokens (prompt and output together) of the longest request that every block to itself can serve, at most the context length.
-
-    One more than there are slots: the last sampled token's KV is never needed.
-    """
-    full = sum(1 for g in ready.kv_groups if g.window is None)
-    windows = sum(-(-g.window // ready.block_size) + 1 for g in ready.kv_groups if g.window is not None)
-    if not ready.kv_groups:
-        return ready.max_model_len
-    if full == 0:
-        return ready.max_model_len if usable >= windows else usable // len(ready.kv_groups) * ready.block_size + 1
-    # Below its window a window group holds as many blocks as a full one.
-    everywhere = usable // len(ready.kv_groups)
-    beyond = (usable - windows) // full if usable > windows else 0
-    return min(max(everywhere, beyond) * ready.block_size + 1, ready.max_model_len)

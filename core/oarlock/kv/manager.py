@@ -123,16 +123,6 @@ class KVCacheManager:
             total += full if window is None else min(full, self.width(window - 2 + span) + 1)
         return total
 
-    def max_tokens(self, lookahead: int = 0) -> int:
-        """Longest sequence whose KV one branch can ever hold. O(log blocks)."""
-        low, high = 0, (self.num_blocks + 1) * self.block_size
-        if self.blocks_at_once(high, 1 + lookahead) <= self.num_blocks:
-            return 2**31 - 1  # window groups only
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.blocks_at_once(middle + lookahead, 1 + lookahead) <= self.num_blocks else (low, middle - 1)
-        return low
-
     # ------------------------------------------------------------ prefix cache
     def hash_blocks(self, hashes: list[bytes], tokens: Sequence[int], num_tokens: int, salt: str | None, adapter: str | None) -> None:
         """Extend `hashes`, in place, over the full blocks of the first `num_tokens` tokens."""
@@ -259,7 +249,7 @@ class KVCacheManager:
                 continue
             passed = min(self._passed(num_computed, window), len(table.blocks[g]))
             for i in range(table.first_live[g], passed):
-                self._pool.release(table.blocks[g][i])
+                self._release(table.blocks[g][i])
                 self._replace(table, g, i, NULL_BLOCK)
             table.first_live[g] = max(table.first_live[g], passed)
 
@@ -288,7 +278,7 @@ class KVCacheManager:
             for ids in table.blocks:
                 for block in reversed(ids):
                     if block != NULL_BLOCK:
-                        self._pool.release(block)
+                        self._release(block)
         host = self._host_tables.pop(branch_id, None)
         if host is not None:
             for row in host.blocks:
@@ -296,6 +286,15 @@ class KVCacheManager:
                     if host_block is not None and self._host.release(host_block):
                         self._swap_out.pop(host_block, None)
                         self._host.reclaim(host_block)
+
+    def _release(self, block: int) -> None:
+        """One reference less. A block that nobody holds any more needs nothing from the host: the step to come may use it otherwise."""
+        self._pool.release(block)
+        if block in self._swap_in and not self._pool.refs(block):
+            host_block = self._swap_in.pop(block)
+            if host_block in self._reclaim and host_block not in self._swap_in.values():
+                self._reclaim.remove(host_block)
+                self._host.reclaim(host_block)
 
     def block_ids(self, branch_id: int) -> tuple[tuple[int, ...], ...]:
         """The whole table, per group, for a worker that does not know the branch. Counts as told."""
@@ -325,10 +324,13 @@ class KVCacheManager:
         return branch_id in self._host_tables
 
     def swap_out(self, branch_ids: Sequence[int]) -> bool:
-        """Move these branches' blocks to the host; blocks that they share stay shared there. False: the host has no room."""
+        """Move these branches' blocks to the host; blocks that they share stay shared there.
+
+        False: the host has no room, or a block's content is still to come from there, which is later than it would be sent back.
+        """
         tables = [self._tables[b] for b in branch_ids]
         moved = {block for t in tables for ids in t.blocks for block in ids if block != NULL_BLOCK}
-        if not moved or len(moved) > self._host.num_free:
+        if not moved or len(moved) > self._host.num_free or not moved.isdisjoint(self._swap_in):
             return False
         place: dict[int, int] = {}
         for branch_id, table in zip(branch_ids, tables, strict=True):

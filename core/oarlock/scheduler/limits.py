@@ -50,6 +50,16 @@ class Limits:
             )
         return self._cache_refusal(request)
 
+    def longest_request(self) -> int:
+        """Tokens, prompt and output together, of the longest request of one branch that can run here. O(log context length)."""
+        low, high = 0, self._max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            tokens = self.with_lookahead(max(middle - 1, 1))
+            fits = self._branch_blocks(tokens) <= self._manager.num_blocks and self._policy.fits(1, (), self._manager.width(tokens))
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
     def _cache_refusal(self, request: Request) -> ErrorInfo | None:
         tokens = self.with_lookahead(max(request.num_prompt, request.max_total - 1))  # the last token's KV is not needed
         width = self._manager.width(tokens)
@@ -67,10 +77,12 @@ class Limits:
 
     def blocks_needed(self, request: Request, tokens: int) -> int:
         """Most blocks that the request must hold at one time: those of one branch, or of all beams, which share the prompt."""
-        manager = self._manager
-        span = 1 + self._config.num_lookahead_slots if self._config.enable_chunked_prefill else tokens
-        needed = manager.blocks_at_once(tokens, span)
+        manager, needed = self._manager, self._branch_blocks(tokens)
         if request.is_beam:
             full_groups = sum(w is None for w in manager.windows)
             needed = request.width * needed - (request.width - 1) * full_groups * (request.num_prompt // manager.block_size)
         return needed
+
+    def _branch_blocks(self, tokens: int) -> int:
+        span = 1 + self._config.num_lookahead_slots if self._config.enable_chunked_prefill else tokens
+        return self._manager.blocks_at_once(tokens, span)

@@ -116,6 +116,11 @@ class Scheduler:
                 self._life.finish(branch)
         return outputs if abort.reason == "abort" else []
 
+    @property
+    def longest_request(self) -> int:
+        """Tokens, prompt and output together, of the longest request that can run here."""
+        return self._limits.longest_request()
+
     def has_unfinished(self) -> bool:
         """Whether a request is open or a step in flight."""
         return bool(self._requests or self._in_flight)
@@ -218,7 +223,8 @@ class Scheduler:
         longest = max(self._manager.width(self._limits.with_lookahead(len(b.tokens))) for b in unit)
         if not plan.fits(1, longest):
             return False
-        reserve = 0 if alone else self._reserve() + len(unit) * len(self._manager.groups)
+        row = 1 + self._manager.width(self._config.num_lookahead_slots)  # most new blocks of a row of one token, in each group
+        reserve = 0 if alone else self._reserve() + len(unit) * len(self._manager.groups) * row
         if not self._manager.swap_in([b.branch_id for b in unit], reserve):
             self._blocked = (branch.branch_id, self._manager.num_free)
             return False
