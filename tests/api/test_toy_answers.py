@@ -344,3 +344,10 @@ async def test_special_tokens_show_when_asked() -> None:
         echoed = (await toy.completion(prompt="hi", echo=True, logprobs=0)).json()["choices"][0]
         assert echoed["text"] == "hia"
         assert echoed["logprobs"]["tokens"][0] == "<bos>" and echoed["logprobs"]["text_offset"][:3] == [0, 0, 1]
+
+
+async def test_tokenize_bounds_its_text_before_it_costs_work() -> None:
+    async with toy_server(says("a")) as toy:
+        fits = await toy.http.post("/tokenize", json={"prompt": "a" * (1 << 20)})
+        assert fits.status_code == 200
+        assert "1048576" in refused(await toy.http.post("/tokenize", json={"prompt": "a" * ((1 << 20) + 1)}), "prompt")["message"]

@@ -264,3 +264,33 @@ def test_checkpoint_defaults_become_fields():
     summary = dataclasses.replace(SUMMARY, generation_config={"temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 9, "eos_token_id": 3})
     assert default_sampling_fields(summary) == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
     assert default_sampling_fields(summary, "none") == {}
+
+
+def test_of_a_text_far_too_long_only_the_beginning_is_tokenised():
+    class Counting(ToyTokenizer):
+        longest_text = 0
+
+        def encode(self, text, add_special_tokens=True):
+            self.longest_text = max(self.longest_text, len(text))
+            return super().encode(text, add_special_tokens)
+
+        def token_bytes(self, token_id):
+            return b"x" * 1000 if token_id == 5 else super().token_bytes(token_id)  # a long token somewhere: the byte count alone cannot refuse
+
+    tokenizer = Counting()
+    error = refused("a" * 20_000, tokenizer=tokenizer, kind=PromptTooLong)
+    assert (error.param, error.code) == ("prompt", "context_length_exceeded")
+    assert "first 512 characters" in str(error)
+    assert tokenizer.longest_text == 512
+
+
+def test_a_long_text_of_long_tokens_still_fits():
+    class Packed(ToyTokenizer):
+        def encode(self, text, add_special_tokens=True):
+            return [5] * (len(text) // 1000)
+
+        def token_bytes(self, token_id):
+            return b"x" * 1000
+
+    request, _ = make("a" * 30_000, tokenizer=Packed(), params=SamplingParams(max_tokens=3))
+    assert len(request.prompt_token_ids) == 30

@@ -24,6 +24,9 @@ from oarlock.sampling_params import INT32_MAX, SamplingParams
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 NOT_BUILT_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt", "decoder_prompt")
 
+PROBE_FROM = 16  # bytes of text for each token of the context, from which only the beginning is tokenised first
+PROBE_SLACK = 256  # tokens by which the last word of a beginning may differ from the same word in the whole text
+
 
 @dataclass(frozen=True, slots=True)
 class InputLimits:
@@ -149,6 +152,8 @@ class InputProcessor:
                 param=param,
                 code="context_length_exceeded",
             )
+        if bounded and num_bytes > PROBE_FROM * limit:
+            self._probe(text, param)
         ids = list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         if not ids:
             bos = self.tokenizer.bos_token_id
@@ -161,6 +166,18 @@ class InputProcessor:
                 param=param,
             )
         return ids
+
+    def _probe(self, text: str, param: str) -> None:
+        """Tokenise the beginning of a text that is long for this context: most are refused by it, at a fraction of the cost and memory."""
+        limit = self.info.max_model_len
+        least = len(self.tokenizer.encode(text[: PROBE_FROM // 2 * limit], add_special_tokens=False)) if self.tokenizer else 0
+        if least > limit + PROBE_SLACK:
+            raise PromptTooLong(
+                f"{param} begins with {least} tokens in its first {PROBE_FROM // 2 * limit} characters alone, but the context (max_model_len) "
+                f"is {limit} tokens; shorten it.",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def check_token_ids(self, ids: Any, param: str = "prompt", *, may_be_empty: bool = False) -> list[int]:
         """The ids as plain integers, all within the vocabulary. Raises InvalidParameter naming `param` and the entry."""

@@ -35,6 +35,7 @@ from oarlock.server.kinds import token_ids, wrong
 from oarlock.server.schema import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Table, json_schema
 from oarlock.server.state import ServerState
 
+TOKENIZE_CHARS, TOKENIZE_CHARS_A_TOKEN = 1 << 20, 32  # longest text of /tokenize: the larger of the first and the second times the context
 THREAD_CHARS = 20_000  # longer texts are tokenised in a thread, so that streams go on
 
 Endpoint = Callable[[Request, ServerState], Awaitable[Response]]
@@ -164,6 +165,9 @@ async def tokenize(request: Request, state: ServerState) -> Response:
         text = values["prompt"]
         if type(text) is not str:
             raise wrong("prompt", text, "a string")
+    limit = max(TOKENIZE_CHARS, TOKENIZE_CHARS_A_TOKEN * state.info.max_model_len)
+    if len(text) > limit:
+        raise bad("prompt" if "prompt" in values else "messages", f"The text has {len(text)} characters, the limit is {limit}; tokenize it in pieces.")
     special = values.get("add_special_tokens", "prompt" in values)
     if len(text) > THREAD_CHARS:
         ids = await asyncio.to_thread(tokenizer.encode, text, special)
