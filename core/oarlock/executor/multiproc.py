@@ -18,35 +18,59 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from typing import Any
 
 from oarlock import errors
 from oarlock.config.resolve import to_dict
+from oarlock.config.sections import EngineConfig
 from oarlock.errors import OarlockError, WorkerDied, WorkerError
 from oarlock.executor import frames
 from oarlock.executor.base import Executor, Pending
 from oarlock.executor.codec import decode, encode
 from oarlock.messages import ModelRunnerOutput, SchedulerOutput, WorkerReady
+from oarlock.model_summary import ModelSummary
 
+CLOSE_S = 2.0  # how long a rank may take to end
 STRAGGLER_S = 10.0  # how long the other ranks may take after one has failed (they may wait in a collective)
 
 
 class _MultiprocPending:
+    """A launched step. Answers come in the order of what was asked, so an older step's is kept when a younger one is wanted."""
+
     def __init__(self, executor: MultiprocExecutor) -> None:
         self._executor = executor
+        self._answer: ModelRunnerOutput | None = None
+        self._fault: Exception | None = None
+
+    def take(self) -> None:
+        """Read the answer, which is the next to come."""
+        try:
+            self._answer = self._executor.collect_answers()[0]
+        except Exception as fault:  # noqa: BLE001  it is raised where the result is asked for
+            self._fault = fault
 
     def result(self) -> ModelRunnerOutput:
-        return self._executor.collect_answers()[0]
+        self._executor.read_until(self)
+        if self._fault is not None:
+            raise self._fault
+        assert self._answer is not None
+        return self._answer
 
 
 class MultiprocExecutor(Executor):
     """Ranks 0 .. tensor_parallel_size - 1."""
 
+    def __init__(self, config: EngineConfig, summary: ModelSummary, device_name: str, factory: str) -> None:
+        super().__init__(config, summary, device_name, factory)
+        self._folder = ""
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._ends: list[socket.socket] = []
+        self._unread: deque[_MultiprocPending] = deque()  # launched steps, oldest first
+
     def load(self) -> list[WorkerReady]:
         size = self.config.parallel.tensor_parallel_size
         self._folder = tempfile.mkdtemp(prefix="oarlock-")
-        self._children: list[subprocess.Popen[bytes]] = []
-        self._ends: list[socket.socket] = []
         for rank in range(size):
             self._spawn(rank, size)
         self.collect_answers()
@@ -85,25 +109,27 @@ class MultiprocExecutor(Executor):
         body = encode(out)
         for rank in range(len(self._ends)):
             self._send(rank, frames.EXECUTE, body)
-        return _MultiprocPending(self)
+        self._unread.append(_MultiprocPending(self))
+        return self._unread[-1]
 
     def canary(self) -> None:
         self._ask_all(frames.CANARY)
 
     def shutdown(self) -> None:
-        for end in getattr(self, "_ends", ()):
+        for end in self._ends:
             with contextlib.suppress(OSError):
+                end.settimeout(CLOSE_S)  # a worker that hangs may have left its end full
                 frames.send(end, frames.CLOSE)
-        for child in getattr(self, "_children", ()):
+        for child in self._children:
             try:
-                child.wait(2)
+                child.wait(CLOSE_S)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        for end in getattr(self, "_ends", ()):
+        for end in self._ends:
             end.close()
         self._ends, self._children = [], []
-        shutil.rmtree(getattr(self, "_folder", ""), ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     # ------------------------------------------------------------ talking
     def _send(self, rank: int, kind: bytes, body: bytes) -> None:
@@ -115,7 +141,13 @@ class MultiprocExecutor(Executor):
     def _ask_all(self, kind: bytes, body: bytes = b"") -> list[Any]:
         for rank in range(len(self._ends)):
             self._send(rank, kind, body)
+        self.read_until(None)
         return self.collect_answers()
+
+    def read_until(self, wanted: _MultiprocPending | None) -> None:
+        """Read launched steps, oldest first, up to `wanted`; None: all of them."""
+        while self._unread and (wanted is None or wanted in self._unread):
+            self._unread.popleft().take()
 
     def collect_answers(self, ranks: range | None = None) -> list[Any]:
         """One answer from each rank, in rank order.

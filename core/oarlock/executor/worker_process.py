@@ -7,6 +7,7 @@ Never: outlives its parent; answers out of order.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -15,7 +16,9 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections import deque
+from queue import SimpleQueue
 from typing import Any
 
 from oarlock.config.resolve import from_dict
@@ -39,11 +42,21 @@ def _worker(bootstrap: dict[str, Any]) -> Any:
 
 
 class WorkerLoop:
-    """Answers every message once, in order. Steps may be launched ahead of being read, as deep as the engine sends them."""
+    """Answers every message once, in order. Steps may be launched ahead of being read, as deep as the engine sends them.
+
+    A thread writes the answers: the engine may be writing a long message itself, and two ends that both write wait for ever.
+    """
 
     def __init__(self, end: socket.socket, worker: Any, rank: int) -> None:
         self.end, self.worker, self.rank = end, worker, rank
         self.launched: deque[Any] = deque()
+        self.answers: SimpleQueue[tuple[bytes, bytes]] = SimpleQueue()
+        threading.Thread(target=self._write, name="oarlock-answers", daemon=True).start()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the engine is gone, as the reading end will see
+            while True:
+                frames.send(self.end, *self.answers.get())
 
     def run(self) -> None:
         while True:
@@ -80,9 +93,9 @@ class WorkerLoop:
 
     def _answer(self, result: Any) -> None:
         if isinstance(result, Exception):
-            frames.send(self.end, frames.ERROR, encode((type(result).__name__, str(result))))
+            self.answers.put((frames.ERROR, encode((type(result).__name__, str(result)))))
         else:
-            frames.send(self.end, frames.OK, encode(result))
+            self.answers.put((frames.OK, encode(result)))
 
 
 def main() -> int:
