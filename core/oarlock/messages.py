@@ -225,4 +225,5 @@ class EngineInfo:
     memory_plan: tuple[tuple[str, int, str], ...] = ()
     load_s: float = 0.0
     warmup_s: float = 0.0
+    max_logit_bias: int = 0  # entries of one request; 0: as many as there are tokens
     supports_host_callbacks: bool = False  # in-process: per-request logits processors are possible

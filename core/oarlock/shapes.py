@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from itertools import product
 
 
+BIAS_BUCKET = 1024  # (token, bias) pairs of one row on a bucketed device
+
+
 @dataclass(frozen=True, slots=True)
 class StepKey:
     """The static shape of one step."""

@@ -20,7 +20,7 @@ def processor(tokenizer=DEFAULT, limits=None, summary=SUMMARY, **facts) -> Input
 
 
 def make(prompt="hi", params=None, **settings):
-    facts = {k: settings.pop(k) for k in list(settings) if k in ("max_model_len", "max_prompt_tokens", "max_num_seqs", "supports_host_callbacks")}
+    facts = {k: settings.pop(k) for k in list(settings) if k in ("max_model_len", "max_prompt_tokens", "max_num_seqs", "max_logit_bias", "supports_host_callbacks")}
     made = processor(settings.pop("tokenizer", DEFAULT), settings.pop("limits", None), settings.pop("summary", SUMMARY), **facts)
     return made.make_request(prompt, params or SamplingParams(), "r", **settings)
 
@@ -258,6 +258,12 @@ def test_server_caps_are_refused_by_name_and_number(fields, param):
     assert error.param == param
     if param not in ("logprobs",):
         assert make("x", SamplingParams(**fields))  # in-process callers have no such cap
+
+
+def test_more_biases_than_the_devices_shapes_hold_are_refused_to_everybody():
+    error = refused("x", SamplingParams(logit_bias=dict.fromkeys(range(33), 1)), max_logit_bias=32)
+    assert error.param == "logit_bias" and "33" in str(error) and "32" in str(error)
+    assert make("x", SamplingParams(logit_bias=dict.fromkeys(range(32), 1)), max_logit_bias=32)
 
 
 def test_checkpoint_defaults_become_fields():

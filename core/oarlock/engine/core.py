@@ -19,7 +19,7 @@ from oarlock.kv.manager import KVCacheManager
 from oarlock.messages import Abort, EngineInfo, EngineOutput, EngineOutputs, EngineRequest, SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
 from oarlock.scheduler.scheduler import Scheduler
-from oarlock.shapes import ShapePolicy
+from oarlock.shapes import BIAS_BUCKET, ShapePolicy
 
 log = logging.getLogger("oarlock.engine")
 MUST_AGREE = ("capabilities", "kv_groups", "block_size", "dtype", "buckets", "op_table")
@@ -80,6 +80,7 @@ class EngineCore:
             memory_plan=ready.memory_plan,
             load_s=ready.load_s,
             warmup_s=ready.warmup_s,
+            max_logit_bias=0 if ready.buckets.is_exact else BIAS_BUCKET,
             supports_host_callbacks=self.executor.supports_host_callbacks,
         )
 

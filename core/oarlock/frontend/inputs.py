@@ -253,6 +253,7 @@ class InputProcessor:
             ("stop", len(params.stop), limits.max_stop_strings, "stop strings"),
             ("stop", longest_stop, limits.max_stop_len, "characters in one stop string"),
             ("logit_bias", len(params.logit_bias), limits.max_logit_bias, "entries"),
+            ("logit_bias", len(params.logit_bias), self.info.max_logit_bias or None, "entries"),  # the device's shapes
             ("bad_words", len(params.bad_words), limits.max_bad_words, "entries"),
             ("bad_words", longest_word, limits.max_stop_len, "characters in one entry"),
             ("temperature", params.temperature, limits.max_temperature, ""),

@@ -15,9 +15,9 @@ import torch
 from oarlock.messages import ScheduledRow
 from oarlock.runtime.batch import Row
 from oarlock.runtime.pending import PendingStep
+from oarlock.shapes import BIAS_BUCKET
 
 Emitting = list[tuple[ScheduledRow, Row, int]]  # (scheduled, row, place among the padded rows)
-BIAS_BUCKET = 1024  # pairs a row on a bucketed device; bans go into the mask there
 
 
 def choose_program(runner: Any, emitting: Emitting, rows: int) -> tuple[str, dict[str, int]]:
@@ -32,7 +32,7 @@ def choose_program(runner: Any, emitting: Emitting, rows: int) -> tuple[str, dic
         longest = max((s.start + s.num_tokens for s, _, _ in emitting), default=0)
         width = runner.history_width(longest + 1) if penalties else 0
         return "sample", {"rows": rows, "bias": bias, "mask": int(mask), "history": width}
-    full = bool(penalties or bias or mask)
+    full = bool(penalties or bias or mask)  # bans go into the mask
     width = runner.history_width(1) if full else 0
     return "sample", {"rows": rows, "bias": BIAS_BUCKET if full else 0, "mask": int(full), "history": width}
 

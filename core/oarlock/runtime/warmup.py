@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oarlock.runtime.sampling_inputs import BIAS_BUCKET
-from oarlock.shapes import StepKey
+from oarlock.shapes import BIAS_BUCKET, StepKey
 
 
 def warm(runner: Any) -> None:
