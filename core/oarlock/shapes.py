@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-
 BIAS_BUCKET = 1024  # (token, bias) pairs of one row on a bucketed device
 
 

@@ -57,7 +57,14 @@ def test_smallest_rank_counts():
 
 @pytest.mark.parametrize("name", ["dtype", "block_size", "buckets", "kv_groups", "op_table", "capabilities"])
 def test_ranks_that_differ_are_refused_by_name(name):
-    other = {"dtype": "bfloat16", "block_size": 8, "buckets": BUCKETS, "kv_groups": (), "op_table": (("a", "b", ""),), "capabilities": Capabilities(triton=True)}
+    other = {
+        "dtype": "bfloat16",
+        "block_size": 8,
+        "buckets": BUCKETS,
+        "kv_groups": (),
+        "op_table": (("a", "b", ""),),
+        "capabilities": Capabilities(triton=True),
+    }
     with pytest.raises(ConfigError, match=f"rank 1 differs from rank 0 in {name}"):
         core(READY, replace(READY, **{name: other[name]}))
 

@@ -56,8 +56,9 @@ class Launch:
         """An engine in a process of its own. Returns at once; `await client.ready()` waits for the model."""
         from oarlock.engine.process_client import ProcessClient
 
+        feed = make_feed(self.config, self.selection.spec.name)  # may raise, and then no process is left behind
         client = ProcessClient(self.config, self.summary, self.selection.spec)
-        client.feed = make_feed(self.config, self.selection.spec.name)
+        client.feed = feed
         return client
 
 

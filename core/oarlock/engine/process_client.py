@@ -115,16 +115,23 @@ class ProcessClient(EngineClient):
 
     # ------------------------------------------------------------ receiving
     async def _read(self) -> None:
-        while True:
-            kind, body = wire.unpack(await self._inbox.recv())
-            if kind == wire.OUTPUTS:
-                self.emit(body)
-            elif kind == wire.READY:
-                self.info = body
-                if not self._ready.done():
-                    self._ready.set_result(None)
-            elif kind == wire.DEAD:
-                self._end(body)
+        try:
+            while True:
+                self._take(*wire.unpack(await self._inbox.recv()))
+        except Exception as error:  # without a reader nobody would ever be answered
+            log.exception("what the engine said could not be taken in")
+            self._child.kill()
+            self._end((EngineDead.__name__, f"the front end failed at what the engine said: {type(error).__name__}: {error}"))
+
+    def _take(self, kind: bytes, body: Any) -> None:
+        if kind == wire.OUTPUTS:
+            self.emit(body)
+        elif kind == wire.READY:
+            self.info = body
+            if not self._ready.done():
+                self._ready.set_result(None)
+        elif kind == wire.DEAD:
+            self._end(body)
 
     def _watch(self) -> None:
         """Runs in a thread: the kernel tells at once when the child ends, whatever ended it."""
