@@ -126,7 +126,6 @@ class NewRequest:
     index: int  # branch number within its request: the "choice" of the random key
     seed: int  # int32 bits of the random key; derived by the engine when the request has none
     block_ids: tuple[tuple[int, ...], ...]  # per KV group, in order
-    fork_of: int | None = None  # the branch whose token history this one continues (its first len(token_ids) tokens)
     adapter: str | None = None
     mm_inputs: None = None
     draft_tokens: tuple[int, ...] = ()

@@ -40,7 +40,6 @@ class Branch:
         "branch_id",
         "candidates",
         "cumulative_logprob",
-        "fork_of",
         "hashes",
         "host_tokens",
         "in_flight",
@@ -69,7 +68,6 @@ class Branch:
         self.num_pending = 0  # sampled tokens promised by steps in flight
         self.in_flight = 0  # steps in flight that hold a row of this branch
         self.is_known = False  # the worker has its full record
-        self.fork_of: int | None = None
         self.hashes: list[bytes] = []  # chained hashes of its full blocks, as far as they were needed
         self.host_tokens: list[int] = []  # chosen by the host and not yet sent to the worker
         self.banned: tuple[int, ...] = ()  # of its last row

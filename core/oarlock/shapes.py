@@ -45,7 +45,7 @@ class BucketTable:
     chunk_tokens: tuple[int, ...] = ()  # tokens of the chunk region, all rows together
     chunk_lens: tuple[int, ...] = ()  # max_q of the chunk region
     blocks: tuple[int, ...] = ()
-    out_rows: tuple[int, ...] = ()  # rows of head, sample and logprobs programs
+    out_rows: tuple[int, ...] = ()  # the last entry: prompt positions scored at once, at least as many as a step has rows
 
     @property
     def is_exact(self) -> bool:
@@ -113,10 +113,6 @@ class ShapePolicy:
             return StepKey(decode_rows, decode_rows, width, 1, decode_rows)
         tokens, rows = bucket(sum(chunk_lens), t.chunk_tokens), bucket(len(chunk_lens), t.chunk_rows)
         return StepKey(decode_rows + tokens, decode_rows + rows, width, bucket(longest, t.chunk_lens), decode_rows)
-
-    def out_rows(self, count: int) -> int:
-        """Padded rows for the head, sample and logprobs programs."""
-        return count if self.table.is_exact else bucket(max(count, 1), self.table.out_rows)
 
     def keys(self) -> Iterator[StepKey]:
         """Every key that `fit` can yield, for warm-up. Empty under the exact policy."""

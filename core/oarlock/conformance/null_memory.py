@@ -79,7 +79,6 @@ class NullMemory:
         return self.known[branch_id]
 
     def _apply(self, out: SchedulerOutput) -> None:
-        forks = {new.fork_of: list(self._known(new.fork_of).tokens) for new in out.new_requests if new.fork_of is not None}
         for branch_id in out.finished:
             self._known(branch_id)
             del self.known[branch_id]
@@ -88,9 +87,6 @@ class NullMemory:
             require(new.branch_id not in self.known, f"{name} is announced twice")
             require(-(2**31) <= new.seed < 2**31, f"{name}: seed {new.seed} is no int32")
             require(len(new.block_ids) == len(self.groups), f"{name}: {len(new.block_ids)} tables for {len(self.groups)} groups")
-            if new.fork_of is not None:
-                shared = min(len(new.token_ids), len(forks[new.fork_of]))
-                require(list(new.token_ids[: shared - 1]) == forks[new.fork_of][: shared - 1], f"{name} does not continue {new.fork_of}")
             self.known[new.branch_id] = Known(new, [list(ids) for ids in new.block_ids])
             self.known[new.branch_id].append(new.token_ids)
         require(len(self.known) <= self.max_num_seqs, f"{len(self.known)} branches for {self.max_num_seqs} rows")

@@ -49,12 +49,10 @@ class Batch:
 
     def apply(self, out: SchedulerOutput) -> None:
         """Take in what changed: finished branches first, so that their rows can be reused."""
-        forks = {new.fork_of for new in out.new_requests if new.fork_of is not None}
-        histories = {b: self.tokens[self.rows[b].row].copy() for b in forks if b in self.rows}
         for branch_id in out.finished:
             self.forget(branch_id)
         for new in out.new_requests:
-            self._add(new, histories.get(new.fork_of) if new.fork_of is not None else None)
+            self._add(new)
         for cached in out.cached_requests:
             self._change(cached)
 
@@ -64,7 +62,7 @@ class Batch:
         if row is not None:
             heapq.heappush(self._free, row.row)
 
-    def _add(self, new: NewRequest, history: np.ndarray | None) -> None:
+    def _add(self, new: NewRequest) -> None:
         if new.branch_id in self.rows:
             self.forget(new.branch_id)
         at = heapq.heappop(self._free)

@@ -17,7 +17,7 @@ import torch
 
 from oarlock.backend_api.runtime import Device, GraphRunner, Ops
 from oarlock.errors import WorkerError
-from oarlock.messages import ModelRunnerOutput, SchedulerOutput
+from oarlock.messages import SchedulerOutput
 from oarlock.runtime.batch import Batch
 from oarlock.runtime.pending import LogprobsPart, PendingStep
 from oarlock.runtime.programs import Key, ModelPrograms, ProgramSpec
@@ -254,10 +254,6 @@ class ModelRunner:
             tokens[0, :known] = self.batch.tokens[row.row, :known]
             self.run("load_history", {"rows": 1, "history": width}, {"rows": [row.row], "tokens": tokens})
             row.history_loaded = True
-
-    def result(self, pending: PendingStep) -> ModelRunnerOutput:
-        """Read a step back."""
-        return pending.result()
 
     def close(self) -> None:
         """Drop state, host tier, weights and programs; the runner is of no use afterwards."""

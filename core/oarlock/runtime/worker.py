@@ -98,7 +98,7 @@ class Worker:
             free, total = self._memory()
             self._build()
             self.plan = self._plan(free, total)
-        caps = self.device.capabilities
+        caps, self.buckets = self.device.capabilities, self._buckets()
         return WorkerReady(
             capabilities=caps,
             kv_groups=self.model.groups,
@@ -108,7 +108,7 @@ class Worker:
             max_model_len=self.plan.max_model_len,
             dtype=self.dtype_name,
             device_text=self.device.describe(),
-            buckets=self._buckets(),
+            buckets=self.buckets,
             op_table=(*self.ops.table, ("paged_attention", self.attention_name, self.attention_rejected)),
             memory_plan=(*self.plan.rows, ("limit", 0, self.plan.limit)),
             threads=torch.get_num_threads(),
@@ -225,7 +225,7 @@ class Worker:
         started = time.monotonic()
         limits = RunnerLimits(self.config.scheduler.max_num_seqs, max_model_len, num_blocks, num_host_blocks, self.config.model.max_logprobs)
         with self.device.context():
-            self.runner = ModelRunner(self.device, self.graph, self.model, self.weights, self.ops, ShapePolicy(self._buckets()), limits, self.dtype)
+            self.runner = ModelRunner(self.device, self.graph, self.model, self.weights, self.ops, ShapePolicy(self.buckets), limits, self.dtype)
             self.runner.warmup()
             self.device.synchronise()
         return time.monotonic() - started, len(self.runner.compiled)

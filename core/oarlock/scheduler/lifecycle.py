@@ -104,7 +104,6 @@ class Lifecycle:
         self._manager.fork(parent.branch_id, child.branch_id, num_tokens)
         child.num_computed = child.num_scheduled = num_tokens
         child.hashes = parent.hashes[: num_tokens // self._manager.block_size]
-        child.fork_of = parent.branch_id if parent.is_known else None
         child.status = parent.status
         if parent.status is Status.RUNNING:
             self.running.add(child)
@@ -171,7 +170,6 @@ class Lifecycle:
         if branch.is_known:
             self.to_forget.append(branch.branch_id)
         branch.is_known = False
-        branch.fork_of = None
         branch.host_tokens.clear()
 
     # ------------------------------------------------------------ end

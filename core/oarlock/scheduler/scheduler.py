@@ -325,7 +325,6 @@ class Scheduler:
             index=branch.index,
             seed=request.seed,
             block_ids=self._manager.block_ids(branch.branch_id),
-            fork_of=branch.fork_of,
             adapter=request.source.adapter,
         )
 
