@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
+import oarlock
 import pytest
 from oarlock.config import sections
 from oarlock.config.option import Option, coerce, flag
@@ -305,3 +308,33 @@ def test_the_api_key_of_the_environment_counts_unless_one_is_typed() -> None:
 def test_a_repeatable_flag_does_not_swallow_the_model() -> None:
     resolved = run("--api-key", "k", "m", "--api-key", "l")
     assert (resolved.server.api_keys, resolved.engine.model.model) == (("k", "l"), "m")
+
+
+# ---------------------------------------------------------------- nothing is accepted and then read by nobody
+CORE = Path(oarlock.__file__).parent
+READERS = ("config", "_config", "s")  # how a section is called where it is passed on, beside its own name
+
+
+def _reads() -> set[tuple[str, str]]:
+    """(what, field) of every `what.field` that core reads; the table and the records themselves are not counted."""
+    found = set()
+    for file in CORE.rglob("*.py"):
+        if file.is_relative_to(CORE / "config" / "options") or file == CORE / "config" / "sections.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+                found.add((owner, node.attr))
+    return found
+
+
+def test_every_field_that_can_be_set_is_read() -> None:
+    reads, unread = _reads(), []
+    for section, kind in SECTIONS.items():
+        for field in dataclasses.fields(kind):
+            options = [o for o in OPTIONS if o.target == f"{section}.{field.name}"]
+            can_be_set = any(o.fate != "refused" and not (o.built is not None and set(o.built) <= {o.default}) for o in options) or not options
+            if can_be_set and not any((owner, field.name) in reads for owner in (section, *READERS)):
+                unread.append(f"{section}.{field.name}")
+    assert not unread, f"accepted without effect: {', '.join(unread)}"
+    assert ("cache", "no_such_field") not in reads
