@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 import time
 import weakref
@@ -38,10 +39,14 @@ Jobs = SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
 
 
 class OfflineEngine:
-    """Calls from several threads run one after another. `close()` and `del` free everything."""
+    """Calls from several threads run one after another. `close()` and `del` free everything.
+
+    A fork takes the engine's thread along to no child: there every call is refused, and ending it does nothing.
+    """
 
     def __init__(self, launch: Callable[[], InProcessClient], *, max_waiting_requests: int | None = None) -> None:
         """`launch` makes the client, on the engine's thread. Raises what it raises."""
+        self._pid = os.getpid()
         self._jobs: Jobs = SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="oarlock-engine", daemon=True)
         self._thread.start()
@@ -57,7 +62,7 @@ class OfflineEngine:
         window = 2 * self.info.max_num_seqs  # open requests: the running ones, and as many to follow
         self._window = window if max_waiting_requests is None else max(1, min(window, max_waiting_requests))
         self._outputs = OutputProcessor(None, self._client.abort)
-        self._finalizer = weakref.finalize(self, _end, self._thread, self._jobs, self._client)
+        self._finalizer = weakref.finalize(self, _end, self._pid, self._thread, self._jobs, self._client)
 
     def use_tokenizer(self, tokenizer: Any | None) -> None:
         """From the next run on."""
@@ -102,6 +107,8 @@ class OfflineEngine:
     def _submit_open(self, job: Callable[[], Any]) -> Future[Any]:
         if not self._finalizer.alive:
             raise EngineDead("this LLM is closed; make a new one.")
+        if os.getpid() != self._pid:
+            raise EngineDead("this LLM belongs to the process that this one was forked from; make one here, or start children by spawn.")
         return self._submit(job)
 
     # ---------------------------------------------------------------- the engine's thread
@@ -249,8 +256,10 @@ def _give_up(thread: threading.Thread, jobs: Jobs, started: Future[Any]) -> None
     thread.join(CLOSE_S)
 
 
-def _end(thread: threading.Thread, jobs: Jobs, client: InProcessClient) -> None:
+def _end(pid: int, thread: threading.Thread, jobs: Jobs, client: InProcessClient) -> None:
     """Shut the engine down on its own thread, then end that. Children of a thread may die with it, so it goes last."""
+    if os.getpid() != pid:  # forked: there is no such thread here, and the engine is the parent's
+        return
     if threading.current_thread() is thread:  # the last reference went away inside a call
         client.shutdown()
         jobs.put(None)

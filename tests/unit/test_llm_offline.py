@@ -382,6 +382,30 @@ def test_closed_llm_says_so():
         llm.generate("a", **QUIET)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_forked_child_is_refused_and_ends_without_waiting_for_a_thread_it_lacks():
+    llm = make()
+    before = texts(llm.generate("hi", **QUIET))
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            with pytest.raises(EngineDead, match="forked"):
+                llm.generate("hi", **QUIET)
+            llm.close()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 5
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+    assert texts(llm.generate("hi", **QUIET)) == before
+
+
 def test_signal_handlers_are_left_alone():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     llm = make()
