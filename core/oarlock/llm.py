@@ -159,6 +159,9 @@ class LLM:
             name = "chat_template_content_format"
             raise InvalidParameter(f'{name} is {chat_template_content_format!r:.80}; give "auto", "string" or "openai".', param=name)
         template = self._chat_template(chat_template)
+        template.check_kwargs(chat_template_kwargs or ())
+        if tools and "tools" not in template.variables and "tool_use" not in template.sources:
+            raise InvalidParameter("tools: the chat template has no variable 'tools', so they would have no effect; leave them out.", param="tools")
         conversations = conversation_list(messages)
         params = self._params_for(sampling_params, len(conversations))
         texts = []

@@ -111,12 +111,16 @@ def test_other_wrong_calls_are_refused():
         lambda: llm.generate("a", inputs="b", **QUIET),
         lambda: llm.generate(["a"], prompt_token_ids=[[1], [2]], **QUIET),
         lambda: llm.generate(5, **QUIET),
+        lambda: llm.generate(b"abc", **QUIET),
         lambda: llm.generate("a", priority=[1, 2], **QUIET),
         lambda: llm.beam_search("a", SamplingParams()),
         lambda: llm.chat([], **QUIET),
         lambda: llm.chat("hello", **QUIET),
         lambda: llm.chat([{"content": "x"}], **QUIET),
         lambda: llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], **QUIET),
+        lambda: llm.chat([{"role": "user", "content": "x"}], chat_template_kwargs={"messages": []}, **QUIET),
+        lambda: llm.chat([{"role": "user", "content": "x"}], chat_template_kwargs={"no_such_variable": 1}, **QUIET),
+        lambda: llm.chat([{"role": "user", "content": "x"}], tools=[{"type": "function"}], **QUIET),
     ):
         with pytest.raises(InvalidParameter):
             call()
@@ -166,6 +170,7 @@ def test_interrupt_ends_the_waiting_and_never_a_step_halfway():
 
 
 def test_interrupted_launch_frees_what_it_made():
+    gc.collect()  # what the errors of other tests still hold
     made = []
 
     def launch():

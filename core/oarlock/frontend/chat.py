@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MAX_RENDERED_CHARS = 16 << 20
 MAX_RENDER_S = 10.0
+# What `render` sets itself, from fields of the same names.
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 _MARK = "\ue000continue-here\ue000 "  # private-use characters: no message holds them by accident. The space shows whether it is stripped
 
 
@@ -70,6 +72,18 @@ class ChatTemplate:
         except InvalidParameter:
             return False
         return _MARK.strip() in text and "'type'" not in text and '"type"' not in text
+
+    def check_kwargs(self, names: Iterable[str]) -> None:
+        """Raises InvalidParameter for variables that may not be set, or that the template never reads: setting them would do nothing."""
+        for name in names:
+            shown = str(name)[:100]
+            if name in RESERVED:
+                text = f"chat_template_kwargs cannot set {shown!r}; it has a field of its own."
+            elif name not in self.variables:
+                text = f"The chat template has no variable {shown!r}, so setting it would do nothing; leave it out."
+            else:
+                continue
+            raise InvalidParameter(text, param=f"chat_template_kwargs.{shown}")
 
     def render(
         self,

@@ -46,7 +46,7 @@ def _as_list(prompts: Any) -> list[Any]:
         return []
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__iter__"):
+    if isinstance(prompts, bytes | bytearray) or not hasattr(prompts, "__iter__"):
         raise InvalidParameter(f"prompts is of type {type(prompts).__name__}; give a text, token ids, or a list of prompts.", param="prompts")
     many = list(prompts)
     return [many] if many and not isinstance(many[0], str | Mapping) and not hasattr(many[0], "__iter__") else many

@@ -28,7 +28,6 @@ _NOT_BUILT_KEYS = {
     "reasoning": "Reasoning is not built in this version; leave it out.",
     "reasoning_content": "Reasoning is not built in this version; leave it out.",
 }
-_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 
 
 def read_messages(value: Any, state: ServerState) -> list[dict[str, Any]]:
@@ -120,15 +119,7 @@ def render(messages: list[dict[str, Any]], values: Mapping[str, Any], state: Ser
     """The prompt's text, special tokens included. Raises RequestError or ApiError 400."""
     template = _template(values, state)
     extra = values.get("chat_template_kwargs", {})
-    for name in extra:
-        if name in _RESERVED:
-            raise bad(f"chat_template_kwargs.{name}", f"chat_template_kwargs cannot set {name!r}; it has a field of its own.", "invalid_value")
-        if name not in template.variables:
-            raise bad(
-                f"chat_template_kwargs.{name[:100]}",
-                f"The chat template has no variable {name[:100]!r}, so setting it would do nothing; leave it out.",
-                "invalid_value",
-            )
+    template.check_kwargs(extra)
     continues = values.get("continue_final_message", False)
     starts = values.get("add_generation_prompt", not continues)
     if continues and messages[-1]["role"] != "assistant":
