@@ -97,3 +97,49 @@ def test_offline_order_and_errors(tiny_model: Path, server: RealServer) -> None:
         prompt = f"prompt {i} " + "word " * (i % 7)
         body = server.cmp(prompt=prompt, max_tokens=1 + i % 5, temperature=0, ignore_eos=True)
         assert body["choices"][0]["text"] == report["texts"][i]
+
+
+PROCESSORS = """
+import torch
+llm = make()
+good = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+def run(processor):
+    bad = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logits_processors=[processor])
+    outs = llm.generate(['a', 'b', 'c'], [good, bad, good], use_tqdm=False)
+    return [o.outputs[0].finish_reason for o in outs] + [outs[1].error and outs[1].error.message, outs[0].outputs[0].token_ids]
+def raising(error):
+    def processor(generated, logits):
+        raise error
+    return processor
+errors = [ValueError('boom'), KeyboardInterrupt(), SystemExit(3), GeneratorExit()]
+report = {type(e).__name__: run(raising(e)) for e in errors}
+report['shape'] = run(lambda generated, logits: logits[:5])
+report['nan'] = run(lambda generated, logits: logits.fill_(float('nan')))
+report['alone'] = llm.generate(['a'], good, use_tqdm=False)[0].outputs[0].token_ids
+print(json.dumps(report))
+"""
+
+
+def test_logits_processor_fails_only_its_own_request(tiny_model: Path) -> None:
+    report = result(python(PROCESSORS, tiny_model))
+    alone = report.pop("alone")
+    assert sorted(report) == ["GeneratorExit", "KeyboardInterrupt", "SystemExit", "ValueError", "nan", "shape"]
+    for name, (first, bad, last, message, ids) in report.items():
+        assert (first, bad, last, ids) == ("length", "error", "length", alone), name
+        assert name == "nan" or message.startswith("logits_processors: "), name
+
+
+FORKED = """
+llm = make()
+ask = lambda: llm.generate(['a'], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)[0].outputs[0].token_ids
+before = ask()
+child = os.fork()
+if not child:
+    sys.exit(7)
+ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps([ended, ask() == before]))
+"""
+
+
+def test_forked_child_exits_as_any_process_does(tiny_model: Path) -> None:
+    assert result(python(FORKED, tiny_model, timeout_s=60)) == [7, True]

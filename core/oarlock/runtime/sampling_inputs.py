@@ -130,7 +130,7 @@ def apply_processors(runner: Any, emitting: Emitting, logits: torch.Tensor, pend
                 if not isinstance(got, torch.Tensor) or got.shape != host[place].shape:
                     raise TypeError(f"must return a tensor of shape {list(host[place].shape)}, got {type(got).__name__}")
                 host[place] = got
-            except Exception as error:  # noqa: BLE001  user code: whatever it raises is the request's own failure
+            except BaseException as error:  # noqa: BLE001  user code: whatever it raises, SystemExit too, is the request's own failure
                 pending.failed[scheduled.branch_id] = f"logits_processors: {type(error).__name__}: {error}"
     return runner.device.to_device(host)
 
