@@ -57,11 +57,15 @@ def stop(server: RealServer, number: int = signal.SIGTERM) -> None:
     os.kill(server.pid, number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
-def test_sigterm_drain(start_server: Callable[..., RealServer], number: int) -> None:
+@pytest.mark.parametrize(
+    ("send", "number"),
+    [(os.kill, signal.SIGTERM), (os.kill, signal.SIGINT), (os.killpg, signal.SIGTERM), (os.killpg, signal.SIGINT)],
+    ids=["term", "int", "term-group", "int-group"],
+)
+def test_sigterm_drain(start_server: Callable[..., RealServer], send: Callable[[int, int], None], number: int) -> None:
     server = start_server()
     opened = Open(server, streams=4, wholes=2, max_tokens=300)
-    stop(server, number)
+    send(server.pid, number)
     signalled = time.monotonic()
     with httpx.Client(base_url=server.base_url) as http:  # a new connection
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import zmq
 
 from oarlock.engine import wire
 from oarlock.errors import EngineDead, OarlockError
-from oarlock.executor.parent import die_with_parent
+from oarlock.executor.parent import die_with_parent, leave_signals_to_parent
 from oarlock.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class EngineProcess:
 def main() -> int:
     """Entry of `python -m oarlock.engine.process PARENT_PID`, bootstrap on standard input."""
     die_with_parent(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole group
+    leave_signals_to_parent()
     config, summary, device, factory, socket = wire.load_bootstrap(sys.stdin.readline())
     configure_logging(config.observability)
     context = zmq.Context()

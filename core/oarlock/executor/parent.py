@@ -1,6 +1,6 @@
 """A child dies when its parent dies, however that happens.
 
-Owns: the parent-death signal.
+Owns: the parent-death signal; which signals a child leaves to its parent.
 Reads: nothing of ours.
 Never: kills anything but its own process.
 """
@@ -28,6 +28,12 @@ def die_with_parent(parent_pid: int) -> None:
         threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def leave_signals_to_parent() -> None:
+    """Ctrl-C and service managers signal a whole group: the parent decides what becomes of its children, whose work it may want to drain."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _watch(parent_pid: int) -> None:

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -25,7 +24,7 @@ from oarlock.config.resolve import from_dict
 from oarlock.executor import frames
 from oarlock.executor.base import WORKER
 from oarlock.executor.codec import decode, encode
-from oarlock.executor.parent import die_with_parent
+from oarlock.executor.parent import die_with_parent, leave_signals_to_parent
 from oarlock.logs import configure_logging
 from oarlock.model_summary import ModelSummary
 
@@ -100,7 +99,7 @@ class WorkerLoop:
 
 def main() -> int:
     die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     end = socket.socket(fileno=int(sys.argv[1]))
     _, body = frames.receive(end)
     bootstrap = json.loads(body)
