@@ -134,6 +134,18 @@ def test_kill_leaves_no_orphan(start_server: Callable[..., RealServer]) -> None:
     again.alive()
 
 
+@pytest.mark.parametrize("depth", [1, 100], ids=["short", "too-long-for-a-socket"])
+def test_kill_leaves_no_file(start_server: Callable[..., RealServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    folder = tmp_path / ("t" * depth)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    server = start_server(*NULL)
+    server.cmp(max_tokens=2)
+    stop(server, signal.SIGKILL)
+    server.wait_no_process(10)
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["int", "term", "kill"])
 @pytest.mark.parametrize("engine_started", [False, True], ids=["early", "loading"])
 def test_kill_leaves_no_orphan_while_loading(start_server: Callable[..., RealServer], number: int, engine_started: bool) -> None:

@@ -34,12 +34,23 @@ from oarlock.model_summary import ModelSummary
 log = logging.getLogger("oarlock.engine")
 
 
+LONGEST_FOLDER = 80  # characters of a temporary folder: the name of a Unix socket has about 105
+
+
+def _socket_folder() -> str:
+    """A new folder that only this user reaches (mode 0700). Raises OarlockError when there is nowhere to make one."""
+    try:
+        return tempfile.mkdtemp(prefix="oarlock-", dir=None if len(tempfile.gettempdir()) <= LONGEST_FOLDER else "/tmp")
+    except OSError as error:
+        raise OarlockError(f"no folder can be made for the engine's sockets: {error}; set TMPDIR to a folder that can be written") from None
+
+
 class ProcessClient(EngineClient):
     """Create it inside a running event loop; `await ready()` before anything else."""
 
     def __init__(self, config: EngineConfig, summary: ModelSummary, device: DeviceSpec) -> None:
         super().__init__()
-        self._folder = tempfile.mkdtemp(prefix="oarlock-")  # mode 0700: only this user reaches the sockets
+        self._folder = _socket_folder()
         self._context = zmq.asyncio.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._outbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
@@ -128,6 +139,7 @@ class ProcessClient(EngineClient):
             self.emit(body)
         elif kind == wire.READY:
             self.info = body
+            shutil.rmtree(self._folder, ignore_errors=True)  # both ends are connected: a server that is killed leaves nothing behind
             if not self._ready.done():
                 self._ready.set_result(None)
         elif kind == wire.DEAD:
