@@ -100,13 +100,15 @@ def plan_memory(
 
 
 def activation_bytes(summary: ModelSummary, budget: int, max_num_seqs: int, item: int) -> int:
-    """An upper estimate of a step's temporaries: the widest layer's inputs and outputs, and the sampler's float32 rows.
+    """An upper estimate of a step's temporaries: the widest layer's inputs and outputs, the sampler's float32 rows, and the token
+    histories that penalties read.
 
     `budget` is the most tokens of a step, `item` the bytes of one value.
     """
     attention = 2 * (summary.num_heads + 2 * summary.num_kv_heads) * summary.head_dim
     width = 4 * summary.hidden_size + max(3 * summary.intermediate_size, attention)
-    return budget * width * item + min(max_num_seqs, budget, 64) * summary.vocab_size * 4 * 8
+    histories = (max_num_seqs + 1) * (summary.max_model_len + 1) * 4
+    return budget * width * item + min(max_num_seqs, budget, 64) * summary.vocab_size * 4 * 8 + histories
 
 
 def _kv_budget(

@@ -203,7 +203,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # either holds already: text is the tokens' own bytes, nothing is put between them
     logits_processors: tuple[Callable[..., Any], ...] = ()  # in-process LLM only
     truncate_prompt_tokens: int | None = None  # keep the last k
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias in [-100, 100]); a mapping is accepted

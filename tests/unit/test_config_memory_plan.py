@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oarlock.errors import ConfigError
 from oarlock.kv_spec import KVGroup
-from oarlock.memory_plan import MemoryNeeds, available_host_bytes, plan_memory, total_host_bytes
+from oarlock.memory_plan import MemoryNeeds, activation_bytes, available_host_bytes, plan_memory, total_host_bytes
+from toy_frontend import SUMMARY
 
 MIB, GIB = 1 << 20, 1 << 30
 # 1 GiB of weights, 100 MiB of activations; a block of 16 tokens is 1 MiB.
@@ -37,6 +38,12 @@ def test_an_accelerator_gets_its_share_of_the_whole_less_what_is_used() -> None:
     assert made.num_blocks == (9 * GIB - GIB - GIB - 100 * MIB) // MIB  # 90 % of 10, others use 1, weights 1, activations
     assert "0.9 of 10.00 GiB" in made.limit
     assert plan(ACCELERATOR, utilization=0.5).num_blocks == (5 * GIB - GIB - GIB - 100 * MIB) // MIB
+
+
+def test_activations_hold_a_history_of_every_sequence_for_penalties() -> None:
+    """[sequences + 1, context + 1] of int32, beside what grows with neither."""
+    short, long = (activation_bytes(replace(SUMMARY, max_model_len=length), 64, 7, 2) for length in (99, 1099))
+    assert long - short == 8 * 1000 * 4
 
 
 def test_a_host_gets_what_the_sequences_need_and_at_most_two_fifths_of_what_is_left() -> None:

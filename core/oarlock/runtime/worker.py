@@ -7,8 +7,10 @@ Never: names a device; decides what runs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from oarlock.backend_api.runtime.ops import resolve
 from oarlock.config.device_rules import check_device, notes_for
 from oarlock.config.resolve import token_budget
 from oarlock.config.sections import EngineConfig
-from oarlock.errors import ConfigError, PluginError, UnsupportedByBackend
+from oarlock.errors import ConfigError, OutOfDeviceMemory, PluginError, UnsupportedByBackend
 from oarlock.memory_plan import MemoryNeeds, MemoryPlan, activation_bytes, plan_memory
 from oarlock.messages import SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
@@ -92,9 +94,10 @@ class Worker:
 
         Raises:
             ConfigError, ModelError, UnsupportedByBackend, PluginError: what cannot be honoured, and why.
+            OutOfDeviceMemory: the weights do not fit.
         """
         started = time.monotonic()
-        with self.device.context(), torch.no_grad():
+        with self.device.context(), torch.no_grad(), self._naming_memory("loading the weights"):
             free, total = self._memory()
             self._build()
             self.plan = self._plan(free, total)
@@ -181,6 +184,16 @@ class Worker:
                 raise ConfigError(f"{self.device.describe()} cannot tell its free memory; give --kv-cache-memory or --num-blocks-override") from None
             return 1 << 62, 1 << 62
 
+    @contextlib.contextmanager
+    def _naming_memory(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(
+                f"{self.device.describe()} has no room for {what}: {error}. Take a smaller model or dtype, more devices (--tensor-parallel-size), "
+                "or lower --device-memory-utilization, --max-num-seqs or --max-num-batched-tokens"
+            ) from error
+
     def _buckets(self) -> BucketTable:
         caps, s = self.device.capabilities, self.config.scheduler
         longest = -(-self.plan.max_model_len // self.block_size)
@@ -221,10 +234,10 @@ class Worker:
         )
 
     def start(self, num_blocks: int, num_host_blocks: int, max_model_len: int) -> tuple[float, int]:
-        """Allocate the KV cache with the agreed sizes and warm up. Returns (seconds, programs)."""
+        """Allocate the KV cache with the agreed sizes and warm up. Returns (seconds, programs). Raises OutOfDeviceMemory."""
         started = time.monotonic()
         limits = RunnerLimits(self.config.scheduler.max_num_seqs, max_model_len, num_blocks, num_host_blocks, self.config.model.max_logprobs)
-        with self.device.context():
+        with self.device.context(), self._naming_memory(f"a KV cache of {num_blocks} blocks, and the largest step"):
             self.runner = ModelRunner(self.device, self.graph, self.model, self.weights, self.ops, ShapePolicy(self.buckets), limits, self.dtype)
             self.runner.warmup()
             self.device.synchronise()

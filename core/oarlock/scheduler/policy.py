@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 
+from oarlock.config.resolve import DEFAULT_TOKEN_BUDGET
 from oarlock.config.sections import SchedulerConfig
 from oarlock.messages import EngineRequest
 from oarlock.request import Request
-
-DEFAULT_TOKEN_BUDGET = 2048
 
 
 def token_budget(config: SchedulerConfig, max_model_len: int) -> int:
