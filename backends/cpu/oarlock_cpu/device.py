@@ -17,7 +17,10 @@ from oarlock_cpu import host, native, plugin
 
 
 class CpuDevice(Device):
-    """The cpu. `options["threads"]` sets the compute threads; None or absent takes the allowed cores within the cgroup's quota."""
+    """The cpu. `options["threads"]` sets the compute threads; None or absent takes the allowed cores within the cgroup's quota.
+
+    The `options["ranks"]` workers of one model divide them.
+    """
 
     def __init__(self, index: int = 0, options: dict[str, Any] | None = None) -> None:
         super().__init__(index, options)
@@ -25,7 +28,7 @@ class CpuDevice(Device):
         threads = self.options.get("threads")
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise ValueError(f"threads is {threads!r}; it must be a whole number of at least 1")
-        self._threads = threads or host.usable_threads()
+        self._threads = max(1, (threads or host.usable_threads()) // self.options.get("ranks", 1))
 
     @property
     def torch_device(self) -> torch.device:

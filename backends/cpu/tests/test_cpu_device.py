@@ -166,6 +166,16 @@ def test_threads_are_set_by_option():
     assert run_python(code).split() == ["3", "True"]
 
 
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 1, 8), (8, 2, 4), (7, 2, 3), (1, 2, 1)])
+def test_workers_of_one_model_divide_the_threads(monkeypatch, cores, ranks, threads):
+    from oarlock_cpu.device import CpuDevice
+
+    monkeypatch.setattr(host, "usable_threads", lambda: cores)
+    assert f"{threads} threads" in CpuDevice(options={"threads": None, "ranks": ranks}).describe()
+    monkeypatch.setattr(host, "usable_threads", lambda: 64)
+    assert f"{threads} threads" in CpuDevice(options={"threads": cores, "ranks": ranks}).describe()
+
+
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
 def test_a_wrong_number_of_threads_is_refused(threads):
     from oarlock_cpu.device import CpuDevice

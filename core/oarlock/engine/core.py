@@ -16,6 +16,7 @@ from oarlock.config.sections import EngineConfig
 from oarlock.errors import ConfigError, EngineDead, WorkerDied
 from oarlock.executor.base import Executor, Pending
 from oarlock.kv.manager import KVCacheManager
+from oarlock.memory_plan import gib
 from oarlock.messages import Abort, EngineInfo, EngineOutput, EngineOutputs, EngineRequest, SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
 from oarlock.scheduler.scheduler import Scheduler
@@ -54,7 +55,7 @@ class EngineCore:
             max_model_len=min(a.max_model_len for a in answers),
         )
         for what, size, note in ready.memory_plan:
-            log.info("memory plan: %-14s %10.1f MiB  %s", what, size / 2**20, note)
+            log.info("memory plan: %-14s %11s  %s", what, gib(size) if size else "", note)
         warmup_s, programs = self.executor.start(ready.num_blocks, ready.num_host_blocks, ready.max_model_len)
         return replace(ready, warmup_s=warmup_s, num_programs=programs)
 

@@ -29,7 +29,7 @@ from oarlock.model_summary import ModelSummary
 
 
 class Tokenizer:
-    """One model's tokenizer. Immutable but for its cache of token bytes; not shared between threads."""
+    """One model's tokenizer. Immutable but for its cache of token bytes, which several threads may fill."""
 
     def __init__(
         self,
