@@ -7,6 +7,7 @@ Never: looks at what a field means.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
@@ -17,21 +18,30 @@ from oarlock.server.jsonbody import parse_object
 from oarlock.server.schema import Table, check_fields
 from oarlock.server.state import ServerState
 
+PATIENCE_S = 75.0  # for the next piece of a body
 IGNORED_HEADER = "X-Oarlock-Ignored-Fields"
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Raises ApiError 413 as soon as more than `limit` bytes are announced or have come."""
+    """Raises ApiError 413 as soon as more than `limit` bytes are announced or have come, 408 when nothing comes for a while."""
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
         raise _too_large(limit)
     pieces, size = [], 0
-    async for piece in request.stream():
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                piece = await anext(stream)
+        except StopAsyncIteration:
+            return b"".join(pieces)
+        except TimeoutError:
+            message = f"Nothing more of the request body came for {PATIENCE_S:.0f} s."
+            raise ApiError(408, message, code="body_too_slow", headers={"Connection": "close"}) from None
         size += len(piece)
         if size > limit:
             raise _too_large(limit)
         pieces.append(piece)
-    return b"".join(pieces)
 
 
 def _too_large(limit: int) -> ApiError:

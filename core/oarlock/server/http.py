@@ -21,6 +21,7 @@ import uvicorn
 from oarlock.config.sections import ServerConfig
 from oarlock.errors import ConfigError
 from oarlock.logs import LEVELS
+from oarlock.server.connection import Connection
 
 KEEP_ALIVE_S = 75  # longer than the idle time of common load balancers, so that they close first
 FINISH_S = 3  # for connections that are still open when everything has been answered
@@ -32,7 +33,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: Any, config: ServerConfig) -> None:
         self._wake = asyncio.Event()
         settings = uvicorn.Config(
-            app, lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
+            app, http=Connection, lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=FINISH_S, ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile, ssl_ca_certs=config.ssl_ca_certs, ssl_cert_reqs=config.ssl_cert_reqs,
         )  # fmt: skip

@@ -1,0 +1,94 @@
+"""One HTTP connection: uvicorn's protocol, with the bounds that it lacks.
+
+Owns: what a client may hold of the server without having sent a request, and without reading the answer.
+Reads: `server.errors`.
+Never: knows a route.
+
+Without them one client fills the memory with a header that never ends, and clients that send or read nothing keep
+their connections, and their places in the queue, for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from oarlock.server.errors import ApiError
+
+MAX_HEAD_BYTES = 64 << 10  # and as much again as one read of the socket brings
+PATIENCE_S = 75.0  # for the end of a head, and for a client that does not read
+
+
+class Connection(HttpToolsProtocol):
+    """Closes a connection whose head is too large or too slow, or whose client has stopped reading."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._overhead = 0  # bytes since the last piece of a body or end of a message: heads, chunk sizes, trailers
+        self._head_due: asyncio.TimerHandle | None = None
+        self._read_due: asyncio.TimerHandle | None = None
+
+    # ---------------------------------------------------------------- transport
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._head_due, self._read_due):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._overhead += len(data)
+        super().data_received(data)
+        if self._overhead > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(ApiError(431, f"The request's headers are larger than {MAX_HEAD_BYTES} bytes.", code="headers_too_large"))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._read_due = self.loop.call_later(PATIENCE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._read_due is not None:
+            self._read_due.cancel()
+
+    # ---------------------------------------------------------------- parser
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._overhead = 0
+        super().on_message_complete()
+
+    # ---------------------------------------------------------------- refusals
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn for what is no HTTP."""
+        self._refuse(ApiError(400, msg, code="invalid_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer in the one envelope, where no other answer is on its way, and close."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = error.body()
+            head = [*self.server_state.default_headers, (b"content-type", b"application/json"), (b"connection", b"close")]
+            head.append((b"content-length", b"%d" % len(body)))
+            self.transport.write(STATUS_LINE[error.status] + b"".join(b"%b: %b\r\n" % pair for pair in head) + b"\r\n" + body)
+        self.transport.close()
+
+    def _expect_head(self) -> None:
+        if self._head_due is None:
+            self._head_due = self.loop.call_later(PATIENCE_S, self.transport.close)
