@@ -351,3 +351,7 @@ async def test_tokenize_bounds_its_text_before_it_costs_work() -> None:
         fits = await toy.http.post("/tokenize", json={"prompt": "a" * (1 << 20)})
         assert fits.status_code == 200
         assert "1048576" in refused(await toy.http.post("/tokenize", json={"prompt": "a" * ((1 << 20) + 1)}), "prompt")["message"]
+        cut = {"model": MODEL, "prompt": "a" * ((1 << 20) + 1), "truncate_prompt_tokens": 5, "max_tokens": 1}
+        assert "1048576" in refused(await toy.http.post("/v1/completions", json=cut), "prompt")["message"]
+        assert (await toy.http.post("/detokenize", json={"tokens": [97] * (1 << 20)})).json()["prompt"][-3:] == "aaa"
+        assert "1048576" in refused(await toy.http.post("/detokenize", json={"tokens": [97] * ((1 << 20) + 1)}), "tokens")["message"]

@@ -99,6 +99,11 @@ def test_hopelessly_long_text_is_refused_before_it_is_tokenised():
     # With truncation a long text is fine: its last tokens are kept.
     request, _ = make("y" * 10_000 + "z", SamplingParams(truncate_prompt_tokens=5, max_tokens=1))
     assert request.prompt_token_ids == (121, 121, 121, 121, 122)
+    # A server has a limit for these too: their cost is not bounded by the context.
+    before, limits = tokenizer.num_encoded, InputLimits(max_text_chars=10_000)
+    error = refused("y" * 10_001, SamplingParams(truncate_prompt_tokens=5), tokenizer=tokenizer, limits=limits)
+    assert (error.param, tokenizer.num_encoded) == ("prompt", before) and "10000" in str(error)
+    assert make("y" * 10_000, SamplingParams(truncate_prompt_tokens=5, max_tokens=1), limits=limits)
 
 
 def test_tokenizer_beyond_the_models_vocabulary_is_noticed():
@@ -162,6 +167,7 @@ def test_truncation_keeps_the_last_tokens():
         ({"prompt_logprobs": 1_000_000}, "prompt_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"allowed_token_ids": [EOS], "min_tokens": 1}, "allowed_token_ids"),
+        ({"stop_token_ids": range(VOCAB_SIZE), "min_tokens": 1}, "stop_token_ids"),
         ({"allowed_token_ids": [5, 6], "bad_words_token_ids": [[5]], "stop_token_ids": [6], "min_tokens": 1}, "allowed_token_ids"),
         ({"bad_words": ["\ud800"]}, "bad_words"),
         ({"use_beam_search": True, "best_of": 5}, "best_of"),

@@ -25,6 +25,7 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 NOT_BUILT_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt", "decoder_prompt")
 
 PROBE_FROM = 16  # bytes of text for each token of the context, from which only the beginning is tokenised first
+CHARS_A_TOKEN = 32  # characters for each token of the context that may be tokenised though they need not fit it
 PROBE_SLACK = 256  # tokens by which the last word of a beginning may differ from the same word in the whole text
 
 
@@ -39,6 +40,7 @@ class InputLimits:
     max_logit_bias: int | None = None  # entries
     max_bad_words: int | None = None  # entries
     max_temperature: float | None = None
+    max_text_chars: int | None = None  # of a text that need not fit the context, or CHARS_A_TOKEN for each of its tokens if that is more
 
     @classmethod
     def make(cls, model: ModelConfig, server: ServerConfig | None = None) -> InputLimits:
@@ -53,6 +55,7 @@ class InputLimits:
             max_logit_bias=server.max_logit_bias,
             max_bad_words=server.max_bad_words,
             max_temperature=2.0,
+            max_text_chars=1 << 20,
         )
 
 
@@ -74,6 +77,12 @@ class InputProcessor:
         self.tokenizer = tokenizer  # None under --skip-tokenizer-init
         self.summary = summary
         self.limits = limits or InputLimits()
+
+    @cached_property
+    def longest_text(self) -> int | None:
+        """Most characters of a text that need not fit the context, as under truncate_prompt_tokens; None: no limit."""
+        cap = self.limits.max_text_chars
+        return None if cap is None else max(cap, CHARS_A_TOKEN * self.info.max_model_len)
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -137,11 +146,16 @@ class InputProcessor:
     def tokenize(self, text: Any, *, add_special_tokens: bool = True, param: str = "prompt", bounded: bool = True) -> list[int]:
         """Token ids of `text`, never empty, after the checks that are cheaper than tokenising. Raises RequestError naming `param`.
 
-        `bounded`: refuse a text that cannot fit the context before it is tokenised.
+        `bounded`: refuse a text that cannot fit the context before it is tokenised; other texts have a limit of their own.
         """
         if self.tokenizer is None:
             raise InvalidParameter(f"{param} is text, but the tokenizer is off (skip_tokenizer_init); give token ids.", param=param)
         num_bytes = self._text_bytes(text, param)
+        if not bounded and self.longest_text is not None and len(text) > self.longest_text:
+            raise InvalidParameter(
+                f"{param} has {len(text)} characters, and with truncate_prompt_tokens the limit is {self.longest_text}; send its end only.",
+                param=param,
+            )
         limit = self.info.max_model_len
         # Cheap first: the longest token is looked up only for texts that are large already.
         if bounded and num_bytes > limit and num_bytes > limit * self.max_token_bytes:
@@ -341,12 +355,15 @@ class InputProcessor:
         return sequences
 
     def _check_reachable(self, params: SamplingParams, eos: tuple[int, ...]) -> None:
-        """An allow-list of which nothing is left would give a row without a single finite logit."""
+        """Bans that leave nothing to choose at the first token would give a row without a single finite logit."""
+        ends = {*eos, *params.stop_token_ids} if params.min_tokens else set()
         if params.allowed_token_ids is None:
+            if len(ends) >= self.info.vocab_size:
+                raise InvalidParameter(
+                    "stop_token_ids has every token, and min_tokens bans them all at first; leave one of them out.", param="stop_token_ids"
+                )
             return
-        left = set(params.allowed_token_ids) - {ids[0] for ids in params.bad_words_token_ids if len(ids) == 1}
-        if params.min_tokens:
-            left -= {*eos, *params.stop_token_ids}
+        left = set(params.allowed_token_ids) - {ids[0] for ids in params.bad_words_token_ids if len(ids) == 1} - ends
         if not left:
             raise InvalidParameter(
                 "allowed_token_ids leaves no token: bad_words and min_tokens (which bans EOS and stop tokens at first) exclude all of them; "

@@ -15,6 +15,11 @@ import torch
 
 from oarlock.messages import ModelRunnerOutput, PositionLogprobs, SchedulerOutput
 
+NOTHING_FINITE = (
+    "no token can be chosen for this request: the model's output holds NaN, or the request's own fields (repetition_penalty, "
+    "allowed_token_ids, bad_words, min_tokens, logits_processors) leave no finite value"
+)
+
 
 @dataclass(slots=True)
 class LogprobsPart:
@@ -64,7 +69,7 @@ class PendingStep:
             for branch_id, row, place in self.emitted:
                 token = read[place]
                 if token < 0:
-                    self.failed.setdefault(branch_id, "the model's output for this request holds NaN or no finite value")
+                    self.failed.setdefault(branch_id, NOTHING_FINITE)
                 elif branch_id not in self.failed:
                     tokens[branch_id] = (token,)
                     if not runner.batch.is_host_decided(branch_id):

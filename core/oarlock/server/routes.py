@@ -8,6 +8,7 @@ Never: starts or stops anything.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import inspect
 from collections.abc import Awaitable, Callable
@@ -35,8 +36,7 @@ from oarlock.server.kinds import token_ids, wrong
 from oarlock.server.schema import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Table, json_schema
 from oarlock.server.state import ServerState
 
-TOKENIZE_CHARS, TOKENIZE_CHARS_A_TOKEN = 1 << 20, 32  # longest text of /tokenize: the larger of the first and the second times the context
-THREAD_CHARS = 20_000  # longer texts are tokenised in a thread, so that streams go on
+THREAD_CHARS = 20_000  # longer texts are tokenised, and more tokens written as text, in a thread, so that streams go on
 
 Endpoint = Callable[[Request, ServerState], Awaitable[Response]]
 
@@ -165,7 +165,7 @@ async def tokenize(request: Request, state: ServerState) -> Response:
         text = values["prompt"]
         if type(text) is not str:
             raise wrong("prompt", text, "a string")
-    limit = max(TOKENIZE_CHARS, TOKENIZE_CHARS_A_TOKEN * state.info.max_model_len)
+    limit = state.llm.processor.longest_text
     if len(text) > limit:
         raise bad("prompt" if "prompt" in values else "messages", f"The text has {len(text)} characters, the limit is {limit}; tokenize it in pieces.")
     special = values.get("add_special_tokens", "prompt" in values)
@@ -182,7 +182,11 @@ async def detokenize(request: Request, state: ServerState) -> Response:
     values, headers = await checked_body(request, state, DETOKENIZE)
     tokenizer = _tokenizer(state)
     ids = state.llm.processor.check_token_ids(token_ids(values["tokens"], "tokens"), "tokens", may_be_empty=True)
-    return reply({"prompt": tokenizer.decode(ids, skip_special_tokens=False)}, headers=headers)
+    limit = state.llm.processor.longest_text
+    if len(ids) > limit:
+        raise bad("tokens", f"tokens has {len(ids)} entries, the limit is {limit}; detokenize them in pieces.")
+    decode = functools.partial(tokenizer.decode, ids, skip_special_tokens=False)
+    return reply({"prompt": await asyncio.to_thread(decode) if len(ids) > THREAD_CHARS else decode()}, headers=headers)
 
 
 def _tokenizer(state: ServerState) -> Any:
