@@ -64,7 +64,7 @@ def stop(server: RealServer, number: int = signal.SIGTERM) -> None:
 )
 def test_sigterm_drain(start_server: Callable[..., RealServer], send: Callable[[int, int], None], number: int) -> None:
     server = start_server()
-    opened = Open(server, streams=4, wholes=2, max_tokens=300)
+    opened = Open(server, streams=4, wholes=2, max_tokens=900)  # long enough that all run at once
     send(server.pid, number)
     signalled = time.monotonic()
     with httpx.Client(base_url=server.base_url) as http:  # a new connection
@@ -78,7 +78,7 @@ def test_sigterm_drain(start_server: Callable[..., RealServer], send: Callable[[
             assert result[-1] == "[DONE]" and "error" not in result[-2]
             assert sum(bool(chunk["choices"][0]["delta"].get("content")) for chunk in result[:-1]) > 200
         else:
-            assert result.status_code == 200 and result.json()["usage"]["completion_tokens"] == 300
+            assert result.status_code == 200 and result.json()["usage"]["completion_tokens"] == 900
     assert server.wait_exit(35) == 0
     assert time.monotonic() - signalled < 35
     server.wait_no_process(2)
