@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from oarlock.errors import WorkerError
+from oarlock.errors import WorkerDied, WorkerError
 from oarlock.executor import frames, multiproc
 from oarlock.executor.codec import decode, encode
 from oarlock.executor.multiproc import MultiprocExecutor
@@ -121,6 +123,17 @@ def test_long_answer_and_long_step_on_their_way_at_once_do_not_wait_for_each_oth
     prompt = NewRequest(0, (7,) * MORE_THAN_A_SOCKET_HOLDS, 1, SamplingParams(), 0, 0, ((1,),))
     second = executor.execute(step(2, prompt))
     assert len(first.result().token_ids[0]) == len(second.result().token_ids[0]) == MORE_THAN_A_SOCKET_HOLDS
+
+
+def test_rank_that_goes_while_nothing_is_asked_of_it_is_noticed(make):
+    executor = make(Worker(), Worker())
+    executor.check_idle()
+    assert not select.select(executor.idle_ends(), [], [], 0)[0]
+    executor._children = [SimpleNamespace(wait=lambda _: 0), SimpleNamespace(wait=lambda _: -9)]
+    frames.send(executor._ends[1], frames.CLOSE)
+    assert select.select(executor.idle_ends(), [], [], 5)[0] == [executor._ends[1].fileno()]
+    with pytest.raises(WorkerDied, match=r"rank 1 is gone \(signal 9\)"):
+        executor.check_idle()
 
 
 def test_shutdown_does_not_wait_for_a_worker_that_reads_nothing(monkeypatch):

@@ -1,12 +1,14 @@
-"""The API process's end of an engine process, with a child that does nothing: the test is the engine."""
+"""Both ends of the sockets between API process and engine process: the client with a child that does nothing, the loop with a core that does."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import zmq
 from oarlock.backend_api import DeviceSpec, ProbeResult
 from oarlock.config.sections import EngineConfig, ModelConfig
 from oarlock.engine import process_client, wire
+from oarlock.engine.process import EngineProcess
 from oarlock.engine.process_client import ProcessClient
 from oarlock.errors import ConfigError, EngineDead
 from oarlock.messages import EngineOutput, EngineOutputs, EngineRequest, SchedulerStats
@@ -110,3 +113,38 @@ def test_what_cannot_be_taken_in_ends_the_engine_instead_of_leaving_everybody_wi
             assert s.client._child.wait(5) == -9
 
     asyncio.run(run())
+
+
+# ---------------------------------------------------------------- the engine's end
+class IdleCore:
+    """Nothing to do; its one worker is `end`."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.executor = SimpleNamespace(idle_ends=lambda: (end.fileno(),))
+        self.resets = 0
+
+    def has_work(self) -> bool:
+        return False
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    def check_workers(self) -> None:
+        raise EngineDead("a worker died: rank 0 is gone")
+
+
+def test_idle_engine_takes_messages_and_hears_of_a_worker_that_is_gone():
+    ours, theirs = socket.socketpair()
+    inbox, sender = (zmq.Context.instance().socket(kind) for kind in (zmq.PULL, zmq.PUSH))
+    inbox.bind("inproc://idle-engine")
+    sender.connect("inproc://idle-engine")
+    core: Any = IdleCore(ours)
+    process = EngineProcess(core, inbox, None)
+    sender.send(wire.pack(wire.RESET))
+    process._receive(wait=True)
+    assert core.resets == 1
+    theirs.close()
+    with pytest.raises(EngineDead, match="rank 0 is gone"):
+        process.run()
+    for end in (inbox, sender, ours):
+        end.close()

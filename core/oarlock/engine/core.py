@@ -141,6 +141,13 @@ class EngineCore:
             raise EngineDead(f"step {out.step_id} failed ({fault}) and the device did not pass the check that followed: {error}") from fault
         return outputs
 
+    def check_workers(self) -> None:
+        """Raises EngineDead when a worker is gone. Only while nothing is in flight."""
+        try:
+            self.executor.check_idle()
+        except WorkerDied as death:
+            raise EngineDead(f"a worker died: {death}") from death
+
     def reset_prefix_cache(self) -> None:
         """Forget cached blocks that no request holds."""
         self.scheduler.reset_prefix_cache()

@@ -35,6 +35,9 @@ class EngineProcess:
         self.core, self.inbox, self.outbox = core, inbox, outbox
         self.deadline: float | None = None  # of a shutdown with grace
         self.reported_s = 0.0  # time.monotonic() of the last message
+        self.idle = zmq.Poller()
+        for end in (inbox, *core.executor.idle_ends()):
+            self.idle.register(end, zmq.POLLIN)
 
     def run(self) -> None:
         """Serve until told to stop. Raises EngineDead when the device can no longer be trusted."""
@@ -53,8 +56,8 @@ class EngineProcess:
 
     def _receive(self, *, wait: bool) -> None:
         """Take in everything that has arrived; block for the first message when there is nothing else to do."""
-        if wait:
-            self.inbox.poll(None)
+        if wait and any(end is not self.inbox for end, _ in self.idle.poll(None)):
+            self.core.check_workers()  # nobody asked them anything
         while True:
             try:
                 frame = self.inbox.recv(zmq.NOBLOCK)

@@ -48,6 +48,13 @@ class Executor(abc.ABC):
     def canary(self) -> None:
         """Prove that every rank still works. Raises when one does not."""
 
+    def idle_ends(self) -> tuple[int, ...]:
+        """File descriptors that become readable when a worker is gone while nothing is asked of it; () where workers cannot go alone."""
+        return ()
+
+    def check_idle(self) -> None:
+        """Raise WorkerDied when a worker is gone. Only while nothing is asked of them."""
+
     @abc.abstractmethod
     def shutdown(self) -> None:
         """End the workers; idempotent, never raises."""

@@ -115,6 +115,14 @@ class MultiprocExecutor(Executor):
     def canary(self) -> None:
         self._ask_all(frames.CANARY)
 
+    def idle_ends(self) -> tuple[int, ...]:
+        return tuple(end.fileno() for end in self._ends)
+
+    def check_idle(self) -> None:
+        for end in select.select(self._ends, [], [], 0)[0]:
+            rank = self._ends.index(end)
+            raise WorkerDied(f"rank {rank} is gone ({self._how(rank)})")
+
     def shutdown(self) -> None:
         for end in self._ends:
             with contextlib.suppress(OSError):
