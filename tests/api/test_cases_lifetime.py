@@ -255,7 +255,7 @@ def test_startup_errors_readable(tiny_model: Path, tmp_path: Path) -> None:
 
     def refusal(arguments: list[str]) -> subprocess.CompletedProcess[str]:
         port = [] if "--uds" in arguments else ["--port", str(free_port())]
-        return cli("serve", *arguments, *port, timeout_s=30)
+        return cli("serve", *arguments, *port, timeout_s=120)
 
     with ThreadPoolExecutor(3) as pool:
         done = list(pool.map(refusal, [arguments for arguments, _ in steps]))

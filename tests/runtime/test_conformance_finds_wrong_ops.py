@@ -152,6 +152,8 @@ WRONG: list[tuple[str, Callable[..., Any]]] = [
     ("silu_and_mul", lambda x: layers.silu_and_mul(torch.cat(x.chunk(2, -1)[::-1], -1))),
     ("gelu_and_mul", lambda x, approximate: layers.gelu_and_mul(x, "none")),
     ("activation", lambda x, kind: layers.activation(x, "gelu" if kind == "gelu_tanh" else kind)),
+    ("lm_head", lambda x, weight, bias=None: layers.lm_head(x, weight, None)),
+    ("lm_head", lambda x, weight, bias=None: layers.lm_head(x, weight, bias).bfloat16().float()),  # rounded after all
     ("linear", lambda x, weight, bias=None: layers.linear(x, weight, None)),
     ("linear", lambda x, weight, bias=None: layers.linear(x.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16()).to(x.dtype)),
     ("moe_topk", lambda x, k, renormalise: moe.moe_topk(x, k, True)),
