@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from oarlock.conformance.cases import CheckFailed
 from oarlock.messages import CachedRequest, ModelRunnerOutput, NewRequest, ScheduledRow, SchedulerOutput, WorkerReady
 from oarlock.sampling_params import SamplingParams
 
@@ -43,6 +44,7 @@ class InFlight:
     pending: Any
     emitting: list[Branch]
     order: list[Branch]
+    may_fail: tuple[Branch, ...] = ()  # left without a token on purpose
 
 
 class Driver:
@@ -105,11 +107,14 @@ class Driver:
         self.steps += 1
         out = SchedulerOutput(self.steps, tuple(rows), tuple(new), tuple(cached), tuple(self.finished), **self.moves)
         self.finished, self.moves = [], {}
-        return InFlight(self.worker.execute(out), [b for b, row in zip(order, rows, strict=True) if row.emits], order)
+        return InFlight(self.worker.execute(out), [b for b, row in zip(order, rows, strict=True) if row.emits], order, tuple(banned or ()))
 
     def collect(self, step: InFlight) -> ModelRunnerOutput:
-        """Wait for a step."""
+        """Wait for a step. Raises CheckFailed when a row gave no token for no reason of the case's own."""
         result: ModelRunnerOutput = self.worker.read(step.pending)
+        for branch in step.order:
+            if branch.branch_id in result.failed and branch not in step.may_fail:
+                raise CheckFailed(f"position {branch.done - 1} of a row gave no token: {result.failed[branch.branch_id]}")
         for branch in step.emitting:
             branch.promised -= 1
             branch.tokens += result.token_ids.get(branch.branch_id, ())

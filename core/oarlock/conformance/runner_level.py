@@ -46,7 +46,15 @@ class Bench:
         self.worker.prepare()
         self.ready = self.worker.load()
         self.worker.start(self.ready.num_blocks, self.ready.num_host_blocks, self.ready.max_model_len)
+        self._spoil_cache()
         self.driver = Driver(self.worker, self.ready)
+
+    def _spoil_cache(self) -> None:
+        """Fill the cache with NaN: what was never written must not be read, and new memory may hold what an earlier bench left in it."""
+        runner = self.worker.runner
+        assert runner is not None
+        with self.worker.device.context(), torch.no_grad():
+            runner.state["kv"] = [tuple(torch.full_like(tensor, torch.nan) for tensor in cache) for cache in runner.state["kv"]]
 
     def prompt(self, length: int, seed: int) -> tuple[int, ...]:
         return tuple(torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
