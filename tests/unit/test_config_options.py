@@ -66,6 +66,7 @@ ERA: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 # Another valid value for options whose kind alone does not yield one.
 SAMPLES: dict[str, Any] = {
+    "root-path": "/api",
     "port": 9001, "device-memory-utilization": 0.5, "rope-scaling": {"rope_type": "linear", "factor": 2.0}, "max-num-batched-tokens": 4096,
     "distributed-executor-backend": "mp", "max-in-flight": 2, "preemption-mode": "recompute", "generation-config": "none", "ssl-certfile": "c.pem",
     "uds": "/run/o.sock", "chat-template": "t.jinja", "max-model-len": 4096, "long-lora-scaling-factors": [4.0], "ssl-keyfile": "k.pem",
@@ -146,7 +147,7 @@ def test_an_option_takes_effect_or_is_refused_when_set(option: Option) -> None:
         assert changed == {option.target}
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda o: o.name)
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o.blank_is_unset], ids=lambda o: o.name)
 def test_the_default_can_be_typed_and_changes_nothing(option: Option) -> None:
     if option.default is None or option.default == ():
         arguments = [flag(option.name), "None"]
@@ -303,6 +304,34 @@ def test_the_api_key_of_the_environment_counts_unless_one_is_typed() -> None:
     assert resolve(with_environment({}, {"VLLM_API_KEY": "a", "OARLOCK_API_KEY": "b"})).server.api_keys == ("b",)
     assert resolve(with_environment({"api_key": ["c", "d"]}, {"OARLOCK_API_KEY": "b"})).server.api_keys == ("c", "d")
     assert with_environment({}, {}) == {}
+
+
+@pytest.mark.parametrize("key", ["", "None", " ", "a ", "a\n", "é"])
+def test_an_api_key_that_nobody_can_send_is_refused_and_never_means_that_none_is_asked_for(key: str) -> None:
+    with pytest.raises(ConfigError, match="--api-key"):
+        resolve(with_environment({"api_key": [key]}, {"OARLOCK_API_KEY": "b"}))
+    if key and key != "None":
+        with pytest.raises(ConfigError, match="--api-key"):
+            resolve(with_environment({}, {"OARLOCK_API_KEY": key}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--seed", "9" * 30), "64 bits"),
+        (("--max-num-seqs", "9" * 50), "64 bits"),
+        (("--max-model-len", "9" * 400), "64 bits"),
+        (("--kv-cache-memory", "9" * 400), "64 bits"),
+        (("--kv-cache-memory", "99999999TiB"), "64 bits"),
+        (("--max-n", "129"), "128"),
+        (("--root-path", "api"), "/api"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_number_or_path_beyond_use_is_refused_in_words(arguments: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        run(*arguments)
+    assert str(caught.value).startswith(arguments[0])
 
 
 def test_a_repeatable_flag_does_not_swallow_the_model() -> None:

@@ -53,6 +53,7 @@ class Option:
     high: float | None = None  # inclusive
     low_open: bool = False
     store: Callable[[Any], Any] | None = None  # from the option's value to the field's
+    blank_is_unset: bool = True  # False: "" and "None" are errors, as where an empty variable must not mean that nothing was asked for
     offline: bool = True  # False: the server's alone, no keyword of LLM(...)
     extended_by: str = ""  # kind of extension whose names are choices, too
 
@@ -90,6 +91,8 @@ def coerce(option: Option, raw: Any, origin: Origin) -> Any:
     nullable = option.default is None or option.default == ()
     if isinstance(raw, list) and len(raw) == 1 and raw[0] in UNSET:
         raw = raw[0]
+    if isinstance(raw, str) and raw in UNSET and not option.blank_is_unset:
+        raise ConfigError(f"{(flag(option.name) if origin == 'cli' else option.dest)} is empty; give a value, or leave it out", option.name)
     if raw is None or (nullable and isinstance(raw, str) and raw in UNSET):
         if nullable:
             return option.default
@@ -98,6 +101,8 @@ def coerce(option: Option, raw: Any, origin: Origin) -> Any:
         value = _PARSERS[option.kind](raw)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{spell(option, raw, origin)}: {error}", option.name) from None
+    except OverflowError:
+        raise ConfigError(f"{spell(option, raw, origin)}: must fit in 64 bits", option.name) from None
     if option.choices and value not in option.choices:
         raise ConfigError(f"{spell(option, raw, origin)}: choose from {', '.join(map(str, option.choices))}", option.name)
     _check_range(option, value, raw, origin)
@@ -133,9 +138,16 @@ def _integer(raw: Any) -> int:
     if isinstance(raw, bool) or not isinstance(raw, (int, str)):
         raise TypeError(f"must be a whole number, not {type(raw).__name__}")
     try:
-        return int(raw)
+        value = int(raw)
     except ValueError:
         raise ValueError("must be a whole number") from None
+    return _in_64_bits(value)
+
+
+def _in_64_bits(value: int) -> int:
+    if not -(2**63) <= value < 2**63:
+        raise OverflowError
+    return value
 
 
 def _number(raw: Any) -> float:
@@ -171,7 +183,7 @@ def _length(raw: Any) -> int:
     value = float(match[1]) * _LENGTH_UNITS[match[2]]
     if value != int(value):
         raise ValueError("must be a whole number of tokens")
-    return int(value)
+    return _in_64_bits(int(value))
 
 
 def _bytes(raw: Any) -> int:
@@ -181,7 +193,7 @@ def _bytes(raw: Any) -> int:
     match = _NUMBER.fullmatch(raw.strip())
     if match is None or match[2].lower() not in _BYTE_UNITS:
         raise ValueError("must be a size such as 512MiB, 4GiB or a number of bytes")
-    return int(float(match[1]) * _BYTE_UNITS[match[2].lower()])
+    return _in_64_bits(int(float(match[1]) * _BYTE_UNITS[match[2].lower()]))
 
 
 def _gib(raw: Any) -> float:

@@ -137,6 +137,11 @@ def check_relations(
         raise ConfigError(f"{name('ssl-keyfile')} is set without {name('ssl-certfile')}; HTTPS needs both")
     if server.uds and typed & {"server.host", "server.port"}:
         raise ConfigError("--uds listens on a Unix socket, so --host and --port cannot be honoured; drop one or the other")
+    if server.root_path and not server.root_path.startswith("/"):
+        raise ConfigError(f"--root-path {server.root_path}: must begin with a slash, such as /{server.root_path}", "root-path")
+    if not all(key.isascii() and key.isprintable() and key == key.strip() for key in server.api_keys):
+        text = "--api-key (or its environment variable): a key has characters that no header can carry; use visible ASCII characters"
+        raise ConfigError(f"{text}, and no space or line break around them", "api-key")
     warnings = []
     if cache.kv_cache_bytes is not None and cache.device_memory_utilization is not None:
         warnings.append(f"{name('kv-cache-memory')} wins over {name('device-memory-utilization')}, which has no effect")

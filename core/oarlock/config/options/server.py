@@ -22,6 +22,7 @@ OPTIONS: tuple[Option, ...] = (
     _http(
         "api-key", "repeat", (), "Key that requests must send as a bearer token; repeatable. Unset: OARLOCK_API_KEY or VLLM_API_KEY of the "
         "environment, else none is asked for. Guards every route but /health, /ping and /version.", "server.api_keys",
+        blank_is_unset=False,
     ),
     _http("allow-credentials", "bool", False, "CORS: allow credentials.", "server.allow_credentials"),
     _http("allowed-origins", "strings", (), 'CORS: JSON list of origins; ["*"]: all. Unset: none.', "server.allowed_origins"),
@@ -40,7 +41,8 @@ OPTIONS: tuple[Option, ...] = (
         "server.allow_unknown_fields",
     ),
     _http(
-        "allow-request-chat-template", "bool", False, "Let requests bring their own chat template.", "server.allow_request_chat_template",
+        "allow-request-chat-template", "bool", False, "Let requests bring their own chat template: only for clients that you trust, as a "
+        "template can use up the memory.", "server.allow_request_chat_template",
     ),
     _http("drain-grace", "float", 30.0, "Seconds that running requests get after SIGTERM.", "server.drain_grace_s", low=0),
     _http(
@@ -52,7 +54,7 @@ OPTIONS: tuple[Option, ...] = (
         choices=("debug", "info", "warning", "error", "critical", "trace"),
     ),
     _limit("max-body-bytes", "bytes", 32 << 20, "Largest request body (32MiB).", "server.max_body_bytes"),
-    _limit("max-n", "int", 128, "Largest n and best_of.", "server.max_n"),
+    _limit("max-n", "int", 128, "Largest n and best_of, up to 128.", "server.max_n", high=128),
     _limit("max-stop-strings", "int", 16, "Most stop strings.", "server.max_stop_strings"),
     _limit("max-stop-len", "int", 1024, "Longest stop string, in characters.", "server.max_stop_len"),
     _limit("max-prompts", "int", 1024, "Most prompts in one request.", "server.max_prompts"),
