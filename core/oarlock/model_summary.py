@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,11 @@ _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Model types whose class does not tie the embeddings when config.json is silent; the base class does.
 _UNTIED = frozenset(("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "phi", "olmo", "olmo2", "granite"))
+_NUMBERS = (
+    "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon",
+    "sliding_window", "max_window_layers",
+)  # fmt: skip
+MAX_LAYERS = 10_000  # a count beyond it is a mistake, and would be met only after every layer had been laid out
 _FULL_UNLESS_ASKED = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"))  # windows need use_sliding_window: true
 
 
@@ -102,6 +108,7 @@ def load_summary(config: ModelConfig) -> ModelSummary:
         generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     architecture, hf_config = _text_part(path, raw, config)
     hf_config = normalise_rope(merge_rope_flags(hf_config, config.rope_scaling, config.rope_theta))
+    _check_numbers(path, hf_config)
     sizes = _sizes(path, hf_config)
     windows = _layer_windows(hf_config, sizes["num_layers"])
     context = _checkpoint_length(hf_config)
@@ -120,8 +127,8 @@ def load_summary(config: ModelConfig) -> ModelSummary:
         sliding_window=next((window for window in windows if window), None),
         layer_windows=windows,
         tie_word_embeddings=bool(hf_config.get("tie_word_embeddings", hf_config.get("model_type") not in _UNTIED)),
-        eos_token_ids=_ids(hf_config.get("eos_token_id"), raw.get("eos_token_id"), generation.get("eos_token_id")),
-        bos_token_id=next(iter(_ids(hf_config.get("bos_token_id"), raw.get("bos_token_id"))), None),
+        eos_token_ids=_ids("eos_token_id", hf_config, raw, generation),
+        bos_token_id=next(iter(_ids("bos_token_id", hf_config, raw)), None),
         generation_config=_generation(config, generation),
         quantization_config=_quantization(Path(path), raw, from_file),
         is_gguf=from_file,
@@ -184,20 +191,37 @@ def _sizes(path: str, hf_config: dict[str, Any]) -> dict[str, int]:
 
     def needed(*keys: str) -> int:
         value = first(*keys)
-        if not value:
+        if value is None:
             raise ModelError(f"{path}: the config lacks {' or '.join(keys)}")
+        if not value:
+            raise ModelError(f"{path}: config value {keys[0]} must be at least 1, got 0")
         return value
 
     hidden, heads = needed("hidden_size", "n_embd", "d_model"), needed("num_attention_heads", "n_head", "num_heads")
+    kv_heads, head_dim = first("num_key_value_heads", "n_head_kv", "num_kv_heads") or heads, first("head_dim")
+    num_layers = needed("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    if num_layers > MAX_LAYERS:
+        raise ModelError(f"{path}: config value num_hidden_layers must be at most {MAX_LAYERS}, got {num_layers}")
+    if heads % kv_heads:
+        raise ModelError(f"{path}: config value num_attention_heads is {heads}, not a multiple of num_key_value_heads {kv_heads}")
+    if not head_dim and hidden % heads:
+        raise ModelError(f"{path}: config value hidden_size is {hidden}, not a multiple of num_attention_heads {heads}, and no head_dim is given")
     return {
-        "num_layers": needed("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+        "num_layers": num_layers,
         "hidden_size": hidden,
         "intermediate_size": first("intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden,
         "num_heads": heads,
-        "num_kv_heads": first("num_key_value_heads", "n_head_kv", "num_kv_heads") or heads,
-        "head_dim": first("head_dim") or hidden // heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim or hidden // heads,
         "vocab_size": needed("vocab_size", "n_vocab"),
     }
+
+
+def _check_numbers(path: str, hf_config: dict[str, Any]) -> None:
+    for key in _NUMBERS:
+        value = hf_config.get(key)
+        if value is not None and (not isinstance(value, int | float) or not math.isfinite(value) or value < 0):
+            raise ModelError(f"{path}: config value {key} must be a number, not negative, got {value!r:.80}")
 
 
 def _layer_windows(hf_config: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
@@ -274,10 +298,14 @@ def _dtype(path: str, hf_config: dict[str, Any], raw: dict[str, Any]) -> str:
     return "float32" if name == "float64" else name
 
 
-def _ids(*values: Any) -> tuple[int, ...]:
+def _ids(key: str, *sources: dict[str, Any]) -> tuple[int, ...]:
     """Token ids given as nothing, one, or a list, in order, without repeats."""
+    values = [source.get(key) for source in sources]
     found = [item for value in values for item in (value if isinstance(value, list) else [value]) if item is not None]
-    return tuple(dict.fromkeys(int(item) for item in found))
+    wrong = next((item for item in found if isinstance(item, bool) or not isinstance(item, int)), None)
+    if wrong is not None:
+        raise ModelError(f"config value {key} must be a token id or a list of them, got {wrong!r:.80}")
+    return tuple(dict.fromkeys(found))
 
 
 def _generation(config: ModelConfig, from_checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from oarlock.errors import ConfigError
+from oarlock.errors import ConfigError, ModelError
 
 _WITHOUT_FACTOR = frozenset(("su", "longrope", "default", "mrope"))
 _KEEP_LENGTH = frozenset(("su", "longrope", "llama3", "default", "mrope"))  # max_position_embeddings holds the scaled length already
@@ -51,11 +51,11 @@ def normalise_rope(hf_config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(parameters.get("sliding_attention"), dict):
             local = parameters["sliding_attention"]
             if "rope_theta" in local:
-                config["rope_local_base_freq"] = float(local["rope_theta"])
+                config["rope_local_base_freq"] = _number(local["rope_theta"])
             parameters = parameters.get("full_attention") or {}
         parameters = dict(parameters)
         if "rope_theta" in parameters:
-            config["rope_theta"] = float(parameters.pop("rope_theta"))
+            config["rope_theta"] = _number(parameters.pop("rope_theta"))
         if "partial_rotary_factor" in parameters:
             config["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
         config["rope_scaling"] = parameters
@@ -67,6 +67,12 @@ def normalise_rope(hf_config: dict[str, Any]) -> dict[str, Any]:
         kind = "longrope" if kind == "su" else kind
         config["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **scaling}
     return config
+
+
+def _number(theta: Any) -> float:
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise ModelError(f"config value rope_theta must be a number, got {theta!r:.80}")
+    return float(theta)
 
 
 def scaled_length(hf_config: dict[str, Any], length: int) -> int:

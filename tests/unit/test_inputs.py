@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from oarlock.config.sections import ModelConfig, ServerConfig
-from oarlock.errors import InvalidParameter, PromptTooLong, RequestError
+from oarlock.errors import InvalidParameter, ModelError, PromptTooLong, RequestError
 from oarlock.frontend.inputs import InputLimits, InputProcessor, default_sampling_fields
 from oarlock.sampling_params import SamplingParams
 from toy_frontend import BOS, END, EOS, SUMMARY, VOCAB_SIZE, WORD_IDS, ToyTokenizer, info
@@ -276,6 +276,9 @@ def test_checkpoint_defaults_become_fields():
     summary = dataclasses.replace(SUMMARY, generation_config={"temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 9, "eos_token_id": 3})
     assert default_sampling_fields(summary) == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
     assert default_sampling_fields(summary, "none") == {}
+    for wrong in ({"temperature": "hot"}, {"top_p": 2}, {"max_new_tokens": 0}):  # found at the start, and not by every client
+        with pytest.raises(ModelError, match=rf"generation_config\.json.*{next(iter(wrong))[:4]}"):
+            default_sampling_fields(dataclasses.replace(SUMMARY, generation_config=wrong))
 
 
 def test_of_a_text_far_too_long_only_the_beginning_is_tokenised():

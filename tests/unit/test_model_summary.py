@@ -321,6 +321,30 @@ def test_a_missing_size_is_named(folder: Path, key: str) -> None:
         summary(folder, {key: "many"})
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
+        ({"num_hidden_layers": 10**8}, "num_hidden_layers must be at most"),
+        ({"hidden_size": 7}, "hidden_size is 7, not a multiple of num_attention_heads 4"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4, not a multiple of num_key_value_heads 3"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a number"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a number, not negative"),
+        ({"rope_theta": "x"}, "rope_theta must be a number"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a number"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a number"),
+        ({"sliding_window": "x"}, "sliding_window must be a number"),
+        ({"eos_token_id": "x"}, "eos_token_id must be a token id"),
+        ({"eos_token_id": [1, True]}, "eos_token_id must be a token id"),
+        ({"bos_token_id": 1.5}, "bos_token_id must be a token id"),
+    ],
+    ids=str,
+)
+def test_a_value_that_cannot_be_is_named(folder: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        summary(folder, changes)
+
+
 def test_a_checkpoint_that_is_only_code_is_refused(folder: Path) -> None:
     with pytest.raises(UnsupportedArchitecture, match=r"auto_map points to Python code.*--hf-overrides"):
         summary(folder, {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, without=("architectures",))

@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Any
 
 from oarlock.config.sections import ModelConfig, ServerConfig
-from oarlock.errors import InvalidParameter, PromptTooLong
+from oarlock.errors import InvalidParameter, ModelError, PromptTooLong
 from oarlock.messages import EngineInfo, EngineRequest
 from oarlock.model_summary import ModelSummary
 from oarlock.sampling_params import INT32_MAX, SamplingParams
@@ -60,13 +60,22 @@ class InputLimits:
 
 
 def default_sampling_fields(summary: ModelSummary, generation_config: str = "auto") -> dict[str, Any]:
-    """The checkpoint's own sampling defaults, as SamplingParams fields; {} under generation_config "none"."""
+    """The checkpoint's own sampling defaults, as SamplingParams fields; {} under generation_config "none".
+
+    Raises:
+        ModelError: they could serve no request.
+    """
     if generation_config == "none":
         return {}
     names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
     names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
     source = summary.generation_config
-    return {field: source[name] for name, field in names.items() if source.get(name) is not None}
+    found = {field: source[name] for name, field in names.items() if source.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except InvalidParameter as error:
+        raise ModelError(f"{summary.path}: generation_config.json: {error} Leave the file out by --generation-config none.") from None
+    return found
 
 
 class InputProcessor:
