@@ -163,6 +163,8 @@ def _validate_parts(options: Sequence[OptionSpec], extensions: Sequence[Extensio
 
 def api_problem(distribution: str, wanted: tuple[int, int], ours: tuple[int, int] = API_VERSION) -> str:
     """Why a plugin of API `wanted` cannot run here, naming the side to upgrade; "" when it can."""
+    if not (isinstance(wanted, tuple) and len(wanted) == 2 and all(type(part) is int for part in wanted)):
+        return f"{distribution} gives api_version {wanted!r}: it must be a tuple of two whole numbers, such as {ours}"
     if wanted[0] == ours[0] and wanted[1] <= ours[1]:
         return ""
     text = f"{distribution} was built for backend API {wanted[0]}.{wanted[1]}, this Oarlock has {ours[0]}.{ours[1]}"

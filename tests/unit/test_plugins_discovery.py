@@ -207,3 +207,10 @@ def test_the_known_devices_get_the_right_words_with_nothing_installed(tmp_path: 
 def test_the_host_hint_of_the_fakes_matches_the_real_one(tmp_path: Path) -> None:
     (real,) = [h for h in load_hints(tmp_path, tmp_path) if h.is_host]
     assert (real.label, real.is_present) == (HOST.label, False)
+
+
+@pytest.mark.parametrize("wanted", ["2.0", (1,), [1, 0], (1, "0"), None, 1])
+def test_an_api_version_of_another_type_is_a_problem_in_words(wanted):
+    from oarlock.plugins import api_problem
+
+    assert "tuple of two whole numbers" in api_problem("oarlock-x", wanted)
