@@ -153,7 +153,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ModelError(
             f"{path.parent} has no {path.name}: it is not a model folder in the Hugging Face format, nor a .gguf file"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}; is the file truncated?") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}, not an object")

@@ -52,7 +52,7 @@ def safetensors_index(folder: Path) -> dict[str, str] | None:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error!r}; is the file truncated?") from None
 
 

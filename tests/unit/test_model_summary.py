@@ -307,6 +307,9 @@ def test_missing_and_broken_files_are_named(folder: Path) -> None:
             load_summary(ModelConfig(str(folder)))
     with pytest.raises(ModelError, match="neither a folder nor a GGUF file"):
         load_summary(ModelConfig(str(folder / "config.json")))
+    (folder / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        load_summary(ModelConfig(str(folder)))
     summary(folder)
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"generation_config\.json cannot be read"):

@@ -242,6 +242,17 @@ def test_missing_and_broken_folders_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(ModelError, match=r"tokenizer_config\.json cannot be read"):
         load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json cannot be read"):
+        load(tmp_path)
+    save(tmp_path, eos_token=5)
+    with pytest.raises(ModelError, match="5 as a special token"):
+        load(tmp_path)
+    save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja cannot be read"):
+        load(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match=r"tokenizer absent/"):
         load(tmp_path, tokenizer="absent/absent/absent")
 

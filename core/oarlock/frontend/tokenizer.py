@@ -282,15 +282,25 @@ def _backend(folder: Path, named: dict[str, str], *, add_prefix_space: bool) -> 
 
 def _text(token: Any) -> str | None:
     """A token given as text or as an object with its content."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise ModelError(f"the tokenizer's files give {token!r:.80} as a special token; it must be a text")
+    return text
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; is the file truncated?") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}; is the file truncated?") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}, not an object")
@@ -302,8 +312,8 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | dict[str, st
     file = folder / "chat_template.jinja"
     if file.is_file():
         more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-        template = file.read_text(encoding="utf-8")
-        return {"default": template, **{extra.stem: extra.read_text(encoding="utf-8") for extra in more}} if more else template
+        template = _read_text(file)
+        return {"default": template, **{extra.stem: _read_text(extra) for extra in more}} if more else template
     found = _read_json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template")
     if isinstance(found, list):
         return {entry["name"]: entry["template"] for entry in found if isinstance(entry, dict) and "name" in entry and "template" in entry}

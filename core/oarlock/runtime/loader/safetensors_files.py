@@ -85,7 +85,7 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
             header = json.loads(stream.read(size))
         header.pop("__metadata__", None)
         spans = {name: (tuple(entry["shape"]), entry["data_offsets"][1]) for name, entry in header.items()}
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ModelError(f"{file} is not a readable safetensors file: {error}; is it truncated, or a pointer of Git LFS?") from None
     for name, (_, end) in spans.items():
         if 8 + size + end > total:
