@@ -61,7 +61,7 @@ def test_without_the_window_tokens_differ(checkpoint, record_property, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_the_oldest_block_tokens_differ(checkpoint, record_property, family, monkeypatch):
-    """Every decode step reads the null block, which holds zeros, in place of the oldest block that the row can see."""
+    """Every decode step reads the null block, filled with zeros, in place of the oldest block that the row can see."""
     record_property("case", f"{family}|cpu|noticed without oldest block")
     tiny = checkpoint(family)
     engine = Engine(tiny.path, "cpu", block_size=8, **context_of(tiny))
@@ -77,5 +77,8 @@ def test_without_the_oldest_block_tokens_differ(checkpoint, record_property, fam
                 host["block_tables"][group, place, oldest] = 0
         return host
 
+    for cache in engine.worker.runner.state["kv"]:
+        for tensor in cache:
+            tensor[0].zero_()
     monkeypatch.setattr(Batch, "forward_inputs", without_oldest)
     assert_noticed(tiny, engine, "its oldest block")

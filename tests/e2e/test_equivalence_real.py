@@ -5,7 +5,6 @@ A model's folder is made with `python tools/make_models.py`; one that is missing
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,9 +105,11 @@ def test_twenty_prompts_in_a_hostile_run(reference, record_property, name):
     """Chunks of 16 beside decode rows, prefixes in the cache, two steps in flight, and blocks for little more than the longest prompt."""
     record_property("case", f"{name} (real)|cpu|hostile")
     folder, known = folder_of(name), reference(name)
-    windows = bool(json.loads((folder / "config.json").read_text()).get("sliding_window")) and name == "gemma3"
-    longest = -(-(max(map(len, known[0])) + NEW_TOKENS) // 16)
-    engine = Engine(folder, "cpu", num_blocks_override=(2 * longest if windows else longest) + 2, **HOSTILE)
+    longest = max(map(len, known[0])) + NEW_TOKENS
+    probe = Engine(folder, "cpu", **HOSTILE)
+    needed, groups = probe.core.scheduler._manager.blocks_at_once(longest, 1), len(probe.info.kv_groups)
+    probe.close()
+    engine = Engine(folder, "cpu", num_blocks_override=needed + 2 * groups, **HOSTILE)
     try:
         order = sorted(range(len(known[0])), key=lambda n: -len(known[0][n]))  # the long ones first: they stay, later ones lose their blocks
         got = engine.greedy([known[0][n] for n in order])
