@@ -39,7 +39,7 @@ Jobs = SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
 
 
 class OfflineEngine:
-    """Calls from several threads run one after another. `close()` and `del` free everything.
+    """Calls from several threads run one after another. `close()` and `del` free everything; a call that is running then ends with EngineDead.
 
     A fork takes the engine's thread along to no child: there every call is refused, and ending it does nothing.
     """
@@ -48,6 +48,7 @@ class OfflineEngine:
         """`launch` makes the client, on the engine's thread. Raises what it raises."""
         self._pid = os.getpid()
         self._jobs: Jobs = SimpleQueue()
+        self._gate = threading.Lock()  # no job may come after the one that ends the thread: nobody would do it
         self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="oarlock-engine", daemon=True)
         self._thread.start()
         started = self._submit(launch)
@@ -62,7 +63,7 @@ class OfflineEngine:
         window = 2 * self.info.max_num_seqs  # open requests: the running ones, and as many to follow
         self._window = window if max_waiting_requests is None else max(1, min(window, max_waiting_requests))
         self._outputs = OutputProcessor(None, self._client.abort)
-        self._finalizer = weakref.finalize(self, _end, self._pid, self._thread, self._jobs, self._client)
+        self._finalizer = weakref.finalize(self, _end, self._pid, self._thread, self._jobs, self._gate, self._client, self.inbox)
 
     def use_tokenizer(self, tokenizer: Any | None) -> None:
         """From the next run on."""
@@ -93,6 +94,9 @@ class OfflineEngine:
             run.is_cancelled = True
             done.exception()  # waits until the engine is idle again
             raise
+        finally:
+            if self.inbox.is_closing:  # from within this call perhaps, where nobody could wait for the thread
+                self._thread.join(CLOSE_S)
         done.result()
         return [run.collectors[request.request_id].result() for request, _ in requests]
 
@@ -105,23 +109,26 @@ class OfflineEngine:
         return done
 
     def _submit_open(self, job: Callable[[], Any]) -> Future[Any]:
-        if not self._finalizer.alive:
-            raise EngineDead("this LLM is closed; make a new one.")
         if os.getpid() != self._pid:
             raise EngineDead("this LLM belongs to the process that this one was forked from; make one here, or start children by spawn.")
-        return self._submit(job)
+        with self._gate:
+            if not self._finalizer.alive:
+                raise EngineDead("this LLM is closed; make a new one.")
+            return self._submit(job)
 
     # ---------------------------------------------------------------- the engine's thread
     def _serve_run(self, run: _Run) -> None:
         try:
             if not self._client.is_alive():
                 raise EngineDead(self.inbox.dead or "the engine has ended; make a new LLM.")
-            while (run.waiting or len(self._outputs)) and not run.is_cancelled:
+            while (run.waiting or len(self._outputs)) and not run.is_cancelled and not self.inbox.is_closing:
                 self._feed(run.waiting)
                 for delta in self._step():
                     if run.collectors[delta.request_id].add(delta):
                         self._count(delta)
                         run.finished.put(delta)
+            if self.inbox.is_closing:
+                raise EngineDead("this LLM was closed while it was generating.")
             if run.is_cancelled:
                 self._abandon(run.collectors)
             else:
@@ -209,6 +216,7 @@ class _Inbox:
     def __init__(self, client: InProcessClient) -> None:
         self.outputs: deque[EngineOutputs] = deque()
         self.dead: str | None = None
+        self.is_closing = False  # read between steps
         self.stats = SchedulerStats()
         client.on_outputs = self.put
         client.on_dead = self.die
@@ -256,17 +264,20 @@ def _give_up(thread: threading.Thread, jobs: Jobs, started: Future[Any]) -> None
     thread.join(CLOSE_S)
 
 
-def _end(pid: int, thread: threading.Thread, jobs: Jobs, client: InProcessClient) -> None:
-    """Shut the engine down on its own thread, then end that. Children of a thread may die with it, so it goes last."""
+def _end(pid: int, thread: threading.Thread, jobs: Jobs, gate: threading.Lock, client: InProcessClient, inbox: _Inbox) -> None:
+    """Shut the engine down on its own thread, then end that. Children of a thread may die with it, so it goes last.
+
+    A thread that still computes when the interpreter goes away would abort the process, so what is running ends after its step.
+    """
     if os.getpid() != pid:  # forked: there is no such thread here, and the engine is the parent's
         return
-    if threading.current_thread() is thread:  # the last reference went away inside a call
-        client.shutdown()
-        jobs.put(None)
-        return
+    inbox.is_closing = True
     done: Future[Any] = Future()
-    jobs.put((done, client.shutdown))
-    jobs.put(None)
+    with gate:
+        jobs.put((done, client.shutdown))
+        jobs.put(None)
+    if threading.current_thread() is thread:  # from inside a call, which ends first
+        return
     deadline = time.monotonic() + CLOSE_S
     thread.join(CLOSE_S)
     if thread.is_alive() or time.monotonic() > deadline:

@@ -386,6 +386,43 @@ def test_closed_llm_says_so():
         llm.generate("a", **QUIET)
 
 
+def test_closing_ends_what_is_running_and_what_waits_its_turn():
+    llm = make(lambda request, index: time.sleep(0.05) or [104] * 100)
+    failures = []
+
+    def call():
+        try:
+            llm.generate(["x"], SamplingParams(max_tokens=60), **QUIET)
+        except EngineDead as error:
+            failures.append(str(error))
+
+    thread = llm._engine._thread
+    callers = [threading.Thread(target=call) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    while not client_of(llm).submitted:
+        time.sleep(0.001)
+    llm.close()
+    for caller in callers:
+        caller.join(5)
+    assert not thread.is_alive() and not any(caller.is_alive() for caller in callers)
+    assert len(failures) == 3 and all("closed" in failure for failure in failures)
+
+
+def test_closing_from_within_a_call_ends_that_call_and_the_thread():
+    llm = make()
+    thread = llm._engine._thread
+
+    def script(request, index):
+        llm.close()
+        return [104] * 1000
+
+    client_of(llm).script = script
+    with pytest.raises(EngineDead, match="closed while it was generating"):
+        llm.generate("x", SamplingParams(max_tokens=50), **QUIET)
+    assert not thread.is_alive()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_forked_child_is_refused_and_ends_without_waiting_for_a_thread_it_lacks():
     llm = make()
