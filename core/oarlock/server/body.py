@@ -27,7 +27,8 @@ async def read_body(request: Request, limit: int) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
         raise _too_large(limit)
-    pieces, size = [], 0
+    pieces: list[bytes] = []
+    size = 0
     stream = request.stream()
     while True:
         try:

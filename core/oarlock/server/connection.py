@@ -11,6 +11,7 @@ their connections, and their places in the queue, for ever.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -19,6 +20,7 @@ from oarlock.server.errors import ApiError
 
 MAX_HEAD_BYTES = 64 << 10  # and as much again as one read of the socket brings
 PATIENCE_S = 75.0  # for the end of a head, and for a client that does not read
+LINGER_S, LINGER_BYTES = 2.0, 2 << 20  # what is still read of a refused message, so that its sender comes to see the answer
 
 
 class Connection(HttpToolsProtocol):
@@ -29,6 +31,7 @@ class Connection(HttpToolsProtocol):
         self._overhead = 0  # bytes since the last piece of a body or end of a message: heads, chunk sizes, trailers
         self._head_due: asyncio.TimerHandle | None = None
         self._read_due: asyncio.TimerHandle | None = None
+        self._refused = 0  # bytes that came after a refusal, and 1
 
     # ---------------------------------------------------------------- transport
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -42,10 +45,15 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            self._refused += len(data)
+            if self._refused > LINGER_BYTES:
+                self.transport.abort()
+            return
         self._overhead += len(data)
         super().data_received(data)
         if self._overhead > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(ApiError(431, f"The request's headers are larger than {MAX_HEAD_BYTES} bytes.", code="headers_too_large"))
+            self._refuse(ApiError(400, f"The request's headers are larger than {MAX_HEAD_BYTES} bytes.", code="headers_too_large"))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -82,12 +90,25 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer in the one envelope, where no other answer is on its way, and close."""
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            body = error.body()
-            head = [*self.server_state.default_headers, (b"content-type", b"application/json"), (b"connection", b"close")]
-            head.append((b"content-length", b"%d" % len(body)))
-            self.transport.write(STATUS_LINE[error.status] + b"".join(b"%b: %b\r\n" % pair for pair in head) + b"\r\n" + body)
-        self.transport.close()
+        if self._refused:
+            return
+        self._refused = 1
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if cycle.response_started:
+                self.transport.close()
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+        body = error.body()
+        head = [*self.server_state.default_headers, (b"content-type", b"application/json"), (b"connection", b"close")]
+        head += [(b"content-length", b"%d" % len(body)), (b"x-request-id", uuid.uuid4().hex.encode("ascii"))]
+        self.transport.write(STATUS_LINE[error.status] + b"".join(b"%b: %b\r\n" % pair for pair in head) + b"\r\n" + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()  # closing now would reset the connection, and the sender lose the answer
+            self.loop.call_later(LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
     def _expect_head(self) -> None:
         if self._head_due is None:
