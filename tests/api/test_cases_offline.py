@@ -111,10 +111,16 @@ def raising(error):
     def processor(generated, logits):
         raise error
     return processor
-errors = [ValueError('boom'), KeyboardInterrupt(), SystemExit(3), GeneratorExit()]
-report = {type(e).__name__: run(raising(e)) for e in errors}
+report = {'ValueError': run(raising(ValueError('boom')))}
 report['shape'] = run(lambda generated, logits: logits[:5])
 report['nan'] = run(lambda generated, logits: logits.fill_(float('nan')))
+ends = []
+for error in (KeyboardInterrupt(), SystemExit(3)):
+    try:
+        ends.append(run(raising(error)))
+    except BaseException as raised:
+        ends.append(type(raised).__name__)
+report['ends'] = ends
 report['alone'] = llm.generate(['a'], good, use_tqdm=False)[0].outputs[0].token_ids
 print(json.dumps(report))
 """
@@ -122,8 +128,9 @@ print(json.dumps(report))
 
 def test_logits_processor_fails_only_its_own_request(tiny_model: Path) -> None:
     report = result(python(PROCESSORS, tiny_model))
-    alone = report.pop("alone")
-    assert sorted(report) == ["GeneratorExit", "KeyboardInterrupt", "SystemExit", "ValueError", "nan", "shape"]
+    alone = report.pop("alone")  # the engine serves on after each of these
+    assert report.pop("ends") == ["KeyboardInterrupt", "SystemExit"], "what ends a program reaches the caller"
+    assert sorted(report) == ["ValueError", "nan", "shape"]
     for name, (first, bad, last, message, ids) in report.items():
         assert (first, bad, last, ids) == ("length", "error", "length", alone), name
         assert name == "nan" or message.startswith("logits_processors: "), name

@@ -104,6 +104,7 @@ class EngineCore:
 
         Raises:
             EngineDead: a fault after which the device or its state cannot be trusted.
+            KeyboardInterrupt, SystemExit: what a step raised to end the program. Its requests have failed, and the next step says so.
         """
         started = time.monotonic()
         outputs, self._ready_outputs = self._ready_outputs, []
@@ -113,23 +114,33 @@ class EngineCore:
                 break
             try:
                 self._in_flight.append((out, self.executor.execute(out)))
-            except Exception as fault:  # noqa: BLE001  any fault of a step is judged by the canary
+            except BaseException as fault:  # noqa: BLE001  any fault of a step is judged by the canary
                 outputs += self._step_failed(out, fault)
+                self._pass_on(fault, outputs)
                 break
         if self._in_flight:
-            outputs += self._read_oldest()
+            self._read_oldest(outputs)
         return EngineOutputs(tuple(outputs), self.scheduler.stats(), time.monotonic() - started, self._compiles)
 
-    def _read_oldest(self) -> list[EngineOutput]:
+    def _read_oldest(self, outputs: list[EngineOutput]) -> None:
+        """Add the oldest step's outputs to `outputs`."""
         out, pending = self._in_flight.popleft()
         try:
             result = pending.result()
-        except Exception as fault:  # noqa: BLE001  any fault of a step is judged by the canary
-            return self._step_failed(out, fault)
+        except BaseException as fault:  # noqa: BLE001  any fault of a step is judged by the canary
+            outputs += self._step_failed(out, fault)
+            self._pass_on(fault, outputs)
+            return
         self._compiles = result.compiles_after_warmup
-        return self.scheduler.update_from_output(out, result)
+        outputs += self.scheduler.update_from_output(out, result)
 
-    def _step_failed(self, out: SchedulerOutput, fault: Exception) -> list[EngineOutput]:
+    def _pass_on(self, fault: BaseException, outputs: list[EngineOutput]) -> None:
+        """Raise what is to end the program, not a step; the outputs come out of the next step, if there is one."""
+        if not isinstance(fault, Exception):
+            self._ready_outputs = outputs
+            raise fault
+
+    def _step_failed(self, out: SchedulerOutput, fault: BaseException) -> list[EngineOutput]:
         """Fail that step's requests; go on only if every worker passes a canary."""
         log.error("step %d failed: %s: %s", out.step_id, type(fault).__name__, fault, exc_info=fault)
         if isinstance(fault, WorkerDied):

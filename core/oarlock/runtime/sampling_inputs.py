@@ -118,7 +118,10 @@ def logprob_wants(runner: Any, emitting: Emitting) -> dict[int, tuple[int, int]]
 
 
 def apply_processors(runner: Any, emitting: Emitting, logits: torch.Tensor, pending: PendingStep) -> torch.Tensor:
-    """Run per-request callables on the host. One that raises, or returns something else, fails its own request."""
+    """Run per-request callables on the host. One that raises an Exception, or returns something else, fails its own request.
+
+    What ends a program (KeyboardInterrupt, SystemExit) is nobody's failure and goes on to the caller.
+    """
     host = runner.device.to_host(logits).clone()
     for scheduled, row, place in emitting:
         known = runner.batch.tokens[row.row, : int(runner.batch.known[row.row])].tolist()
@@ -130,7 +133,7 @@ def apply_processors(runner: Any, emitting: Emitting, logits: torch.Tensor, pend
                 if not isinstance(got, torch.Tensor) or got.shape != host[place].shape:
                     raise TypeError(f"must return a tensor of shape {list(host[place].shape)}, got {type(got).__name__}")
                 host[place] = got
-            except BaseException as error:  # noqa: BLE001  user code: whatever it raises, SystemExit too, is the request's own failure
+            except Exception as error:  # noqa: BLE001  user code: whatever fault it has is the request's own
                 pending.failed[scheduled.branch_id] = f"logits_processors: {type(error).__name__}: {error}"
     return runner.device.to_device(host)
 
