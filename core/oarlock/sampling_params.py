@@ -197,7 +197,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16  # None: the rest of the context
+    max_tokens: int | None = 16  # None: the rest of the context; 0 only with prompt_logprobs: the prompt is scored and nothing sampled
     min_tokens: int = 0
     logprobs: int | None = None  # entries beside the sampled token; -1: whole vocabulary
     prompt_logprobs: int | None = None
@@ -273,7 +273,7 @@ class SamplingParams:
             "min_p": _number("min_p", self.min_p, 0, 1),
             "seed": None if seed == -1 else seed,
             "length_penalty": _number("length_penalty", self.length_penalty, -math.inf, math.inf),
-            "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, 1),
+            "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, 0),
             "min_tokens": _integer("min_tokens", self.min_tokens, 0),
             "logprobs": None if self.logprobs is None else _integer("logprobs", self.logprobs, -1),
             "prompt_logprobs": None if self.prompt_logprobs is None else _integer("prompt_logprobs", self.prompt_logprobs, -1),
@@ -317,6 +317,8 @@ class SamplingParams:
 
     # ---------------------------------------------------------------- fields against each other
     def _check_combinations(self) -> None:
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise _refuse("max_tokens", 0, "a request without a token to make scores its prompt, but prompt_logprobs is not set", "give at least 1, or set it")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"max_tokens is {self.max_tokens}", "min_tokens must not be larger")
         if self.best_of is not None and self.best_of < self.n:

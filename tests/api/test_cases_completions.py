@@ -78,6 +78,15 @@ def test_cmp_echo_zero_tokens_streamed_batch_and_ids(server: RealServer) -> None
     is_bad_request(server.post("/v1/completions", server.cmp_body(max_tokens=0)), "max_tokens")
 
 
+def test_cmp_echo_zero_tokens_of_the_whole_context(server: RealServer) -> None:
+    limit = server.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    prompt = (server.tokenize(prompt="One plus one is two") * limit)[:limit]
+    body = server.cmp(prompt=prompt, echo=True, max_tokens=0)
+    assert body["usage"] == {**body["usage"], "prompt_tokens": limit, "completion_tokens": 0}
+    assert body["choices"][0]["finish_reason"] == "length"
+    is_bad_request(server.post("/v1/completions", server.cmp_body(prompt=[*prompt, prompt[0]], echo=True, max_tokens=0)), "prompt")
+
+
 def test_cmp_echo_logprobs_sampled(server: RealServer) -> None:
     body = server.cmp(prompt="red green blue yellow", echo=True, logprobs=1, temperature=1, top_k=1, max_tokens=8)
     logprobs, usage = body["choices"][0]["logprobs"], body["usage"]

@@ -88,6 +88,24 @@ def test_prompt_beyond_the_context_is_refused_with_the_limit(make, tiny):
     assert len(answer[0]) == 1, "the context ends the answer"
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_prompt_as_long_as_the_context_is_scored_and_nothing_sampled(make, tiny, device):
+    engine = make(device, max_model_len=128)
+    (prompt,) = prompts_of(tiny, (129,))
+    score = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=2, detokenize=False)
+    sampled = [engine.worker.runner.runs[name] for name in ("greedy", "sample")]
+    engine.submit(prompt[:128], score)
+    outputs = []
+    while engine.client.has_unfinished():
+        outputs += engine.client.step().outputs
+    (output,) = outputs
+    assert (output.finish_reason, output.new_token_ids, len(output.prompt_logprobs)) == ("length", (), 128)
+    assert [entry.token_id for entry in output.prompt_logprobs[1:]] == prompt[1:128]
+    assert [engine.worker.runner.runs[name] for name in ("greedy", "sample")] == sampled, "something was sampled"
+    assert "at most 128 fit" in refusal(engine, prompt, score)[0].error.message
+    engine.check_idle()
+
+
 def test_beams_that_can_never_fit_are_refused(make, tiny):
     engine = make(block_size=8, num_blocks_override=12, max_num_seqs=8)
     (prompt,) = prompts_of(tiny, (17,))

@@ -290,7 +290,6 @@ def request(
     params.setdefault("max_tokens", 8)
     if params.get("use_beam_search"):
         params.setdefault("temperature", 0.0)
-    made = SamplingParams(**params | {"max_tokens": params["max_tokens"] or 1})
-    if params["max_tokens"] == 0:  # legal between front end and engine, to score a prompt; users may not ask for it
-        object.__setattr__(made, "max_tokens", 0)
-    return EngineRequest(request_id, tuple(prompt), made, eos, 0.0, priority, salt)
+    if params["max_tokens"] == 0:
+        params.setdefault("prompt_logprobs", 0)
+    return EngineRequest(request_id, tuple(prompt), SamplingParams(**params), eos, 0.0, priority, salt)

@@ -123,6 +123,13 @@ def test_prompt_and_max_tokens_fill_the_context_exactly_but_no_more():
     assert refused([1] * 60, SamplingParams(max_tokens=16), kind=PromptTooLong, max_tokens_param="max_completion_tokens").param == "max_completion_tokens"
 
 
+def test_prompt_to_be_scored_needs_no_room_for_a_token():
+    score = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    assert make([1] * 64, score)[0].params.max_tokens == 0
+    error = refused([1] * 65, score, kind=PromptTooLong)
+    assert error.param == "prompt" and "needs 65: 65 of prompt and 0 of max_tokens" in str(error)
+
+
 @pytest.mark.parametrize("length", [64, 65, 1000])
 def test_prompt_that_leaves_no_room_is_the_prompts_fault(length):
     for params in (SamplingParams(max_tokens=1), SamplingParams(max_tokens=None)):
@@ -184,6 +191,33 @@ def test_whole_vocabulary_of_logprobs_needs_max_logprobs_without_limit():
     assert make("x", SamplingParams(logprobs=VOCAB_SIZE), limits=unlimited)[0].params.logprobs == VOCAB_SIZE
     assert refused("x", SamplingParams(logprobs=VOCAB_SIZE + 1), limits=unlimited).param == "logprobs"
     assert make("x", SamplingParams(logprobs=20))[0].params.logprobs == 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "most", "words"),
+    [
+        ({"prompt_logprobs": -1, "max_tokens": 1}, VOCAB_SIZE * 40, (f"{VOCAB_SIZE} entries for each of 40 tokens of prompt", "at most 39 tokens")),
+        ({"prompt_logprobs": 4, "max_tokens": 1}, 5 * 40, ("5 entries", "at most 3 entries, or for at most 39 tokens")),
+        ({"logprobs": -1, "max_tokens": 6}, VOCAB_SIZE * 6, ("1 × 6 of max_tokens", "the whole vocabulary")),
+        ({"logprobs": 1, "max_tokens": 6, "n": 3, "best_of": 4}, 2 * 6 * 4, ("4 × 6 of max_tokens",)),
+        ({"logprobs": 0, "max_tokens": None}, 24, ("1 × 24 of max_tokens", "at most 23 tokens")),
+    ],
+)
+def test_logprobs_of_all_positions_together_are_bounded(fields, most, words):
+    def limits(entries: int) -> InputLimits:
+        return InputLimits.make(ModelConfig("m", max_logprobs=-1, max_logprob_entries=entries))
+
+    assert make([1] * 40, SamplingParams(**fields), limits=limits(most))
+    error = refused([1] * 40, SamplingParams(**fields), limits=limits(most - 1))
+    assert error.param == ("logprobs" if "logprobs" in fields else "prompt_logprobs")
+    for word in (*words, f"are {most},", f"limit is {most - 1}", "max_logprob_entries"):
+        assert word in str(error)
+
+
+def test_default_bound_allows_what_the_usual_cap_does():
+    """20 entries at each of 131072 positions, three choices."""
+    params = SamplingParams(logprobs=20, prompt_logprobs=20, max_tokens=65_536, n=6)
+    assert make([1] * 65_536, params, max_model_len=131_072)
 
 
 def test_logits_processors_run_only_beside_the_engine():

@@ -95,6 +95,13 @@ def test_params_cannot_be_changed():
         SamplingParams().n = 2  # type: ignore[misc]
 
 
+def test_no_token_at_all_is_for_scoring_a_prompt():
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    with pytest.raises(InvalidParameter, match="prompt_logprobs is not set") as caught:
+        SamplingParams(max_tokens=0, logprobs=1)
+    assert caught.value.param == "max_tokens"
+
+
 def test_min_tokens_above_max_tokens_is_refused():
     assert SamplingParams(min_tokens=16, max_tokens=16).min_tokens == 16
     assert SamplingParams(min_tokens=1000, max_tokens=None).min_tokens == 1000

@@ -151,7 +151,8 @@ class ScriptedClient(EngineClient):
         outputs = []
         for index, known in list(branches.items()):
             script = list(self.script(request, index)) or [0]
-            first, new, reason, stop_reason = not known, [], None, None
+            first, new, stop_reason = not known, [], None
+            reason = None if request.params.max_tokens else "length"
             while len(new) < self.tokens_per_step and reason is None:
                 token = script[len(known) % len(script)]
                 known.append(token)

@@ -31,6 +31,7 @@ class ModelConfig:
     rope_scaling: dict[str, Any] | None = None
     rope_theta: float | None = None
     max_logprobs: int = 20  # -1: no cap
+    max_logprob_entries: int = 1 << 23  # of one request: positions x entries; each costs some 300 bytes of host memory while it is answered
     disable_sliding_window: bool = False
     quantization: str | None = None
     served_model_name: tuple[str, ...] = ()
@@ -63,7 +64,7 @@ class SchedulerConfig:
     max_in_flight: int = 1
     num_lookahead_slots: int = 0
     delay_factor: float = 0.0
-    max_waiting_requests: int = 4096
+    max_waiting_requests: int = 4096  # beside max_num_seqs: their sum bounds the prompts inside, for engine, server and offline calls
 
 
 @dataclass(frozen=True, slots=True)

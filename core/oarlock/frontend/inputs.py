@@ -34,6 +34,7 @@ class InputLimits:
     """Caps on the fields that cost work. None: no cap beyond what the model itself sets."""
 
     max_logprobs: int = 20  # -1: the whole vocabulary may be asked for
+    max_logprob_entries: int = 1 << 23  # positions x entries of one request
     max_n: int | None = None
     max_stop_strings: int | None = None
     max_stop_len: int | None = None  # characters of one stop string or bad word
@@ -46,9 +47,10 @@ class InputLimits:
     def make(cls, model: ModelConfig, server: ServerConfig | None = None) -> InputLimits:
         """A server's limits; without `server`, an in-process caller's, who may spend its own machine."""
         if server is None:
-            return cls(max_logprobs=model.max_logprobs)
+            return cls(max_logprobs=model.max_logprobs, max_logprob_entries=model.max_logprob_entries)
         return cls(
             max_logprobs=model.max_logprobs,
+            max_logprob_entries=model.max_logprob_entries,
             max_n=server.max_n,
             max_stop_strings=server.max_stop_strings,
             max_stop_len=server.max_stop_len,
@@ -140,6 +142,9 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
         max_tokens = self._room(len(ids), params, param, max_tokens_param)
+        self._check_logprob_entries("prompt_logprobs", params.prompt_logprobs, len(ids), f"{len(ids)} tokens of {param}")
+        made = f"{params.num_branches} × {max_tokens} of {max_tokens_param}"
+        self._check_logprob_entries("logprobs", params.logprobs, params.num_branches * max_tokens, made)
         params = replace(params, max_tokens=max_tokens)
         request = EngineRequest(
             request_id=request_id,
@@ -297,6 +302,19 @@ class InputProcessor:
                     param=name,
                 )
 
+    def _check_logprob_entries(self, name: str, asked: int | None, positions: int, what: str) -> None:
+        """Entries are held for the whole request, so their number is bounded before it costs anything."""
+        cap, vocab_size = self.limits.max_logprob_entries, self.info.vocab_size
+        entries = 0 if asked is None else vocab_size if asked < 0 else min(asked + 1, vocab_size)  # the token itself is one more
+        if positions * entries <= cap:
+            return
+        each = f"at most {cap // positions - 1} entries, or for " if cap >= positions else ""
+        raise InvalidParameter(
+            f"{name} is {asked}{' (the whole vocabulary)' if asked == -1 else ''}: {entries} entries for each of {what} are {positions * entries}, "
+            f"but the limit is {cap}; ask for {each}at most {cap // entries} tokens, or start the engine with a larger max_logprob_entries.",
+            param=name,
+        )
+
     def _fit_to_model(self, params: SamplingParams) -> SamplingParams:
         """Checks against model, tokenizer and engine; returns the fields as the engine needs them."""
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
@@ -387,11 +405,12 @@ class InputProcessor:
             limits.append((self.info.max_prompt_tokens, "the KV cache can hold {} tokens of one request", "or give the KV cache more memory"))
         limit, what, remedy = min(limits, key=lambda entry: entry[0])
         wanted = params.max_tokens
-        if prompt_len + (wanted or 1) > limit:
+        least = 1 if wanted is None else wanted
+        if prompt_len + least > limit:
             output = f"{wanted} of {max_tokens_param}" if wanted is not None else "at least 1 to generate"
-            fault = param if prompt_len >= limit else max_tokens_param
+            fault = param if prompt_len + bool(least) > limit else max_tokens_param
             raise PromptTooLong(
-                f"{what.format(limit)}, but the request needs {prompt_len + (wanted or 1)}: {prompt_len} of {param} and {output}; "
+                f"{what.format(limit)}, but the request needs {prompt_len + least}: {prompt_len} of {param} and {output}; "
                 f"shorten {param}, lower {max_tokens_param}, {remedy}.",
                 param=fault,
                 code="context_length_exceeded",

@@ -294,15 +294,12 @@ class Answer(Response, abc.ABC):
         self.usage.cached += output.num_cached_tokens
 
     def _count_tokens(self, count: int) -> None:
-        if not self.options.discard_output:
-            self.usage.completion += count
-            self.state.metrics.generated(count)
+        self.usage.completion += count
+        self.state.metrics.generated(count)
 
     def _count_finished(self, output: RequestOutput, generated: int, reasons: set[str], *, counted: bool = False) -> None:
         if not counted:
             self._count_tokens(generated)
-        if self.options.discard_output:
-            generated, reasons = 0, {"length"}
         reason = "length" if "length" in reasons else "stop"
         params = self.params
         self.state.metrics.finished(output.metrics, reason, len(output.prompt_token_ids), generated, params.n, params.num_branches)

@@ -13,11 +13,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from oarlock.errors import show
 from oarlock.frontend.outputs import CompletionOutput, RequestOutput
 from oarlock.server.answer import Answer, encode
 from oarlock.server.body import checked_body
 from oarlock.server.errors import bad
-from oarlock.server.kinds import show, token_ids
+from oarlock.server.kinds import token_ids
 from oarlock.server.logprobs import CompletionLogprobs, Position, extend, prompt_shape
 from oarlock.server.params import completion_settings
 from oarlock.server.requestlog import log_request
@@ -77,16 +78,16 @@ class CompletionAnswer(Answer):
                 number = prompt_index * self.params.n + choice.index
                 shown: dict[str, Any] = {
                     "index": number,
-                    "text": self._echo(prompt_index, output) + ("" if self.options.discard_output else choice.text),
+                    "text": self._echo(prompt_index, output) + choice.text,
                     "logprobs": self._shape(number, prompt_index, output, choice, first=True),
-                    "finish_reason": "length" if self.options.discard_output else choice.finish_reason,
-                    "stop_reason": None if self.options.discard_output else choice.stop_reason,
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
                 }
                 if self.options.prompt_logprobs is not None:
                     shown["prompt_logprobs"] = prompt_logprobs
                 if self.options.return_token_ids:
                     shown["prompt_token_ids"] = output.prompt_token_ids
-                    shown["token_ids"] = [] if self.options.discard_output else choice.token_ids
+                    shown["token_ids"] = choice.token_ids
                 result.append(shown)
         return {"choices": result}
 
@@ -102,11 +103,9 @@ class CompletionAnswer(Answer):
             number = prompt_index * self.params.n + choice.index
             first = number not in self._started
             self._started.add(number)
-            text = self._echo(prompt_index, output) if first else ""
-            if not self.options.discard_output:
-                text += choice.text
+            text = (self._echo(prompt_index, output) if first else "") + choice.text
             shape = self._shape(number, prompt_index, output, choice, first=first)
-            ids = [] if self.options.discard_output else choice.token_ids
+            ids = choice.token_ids
             if text or (shape and shape["tokens"]) or (self.options.return_token_ids and (ids or first)):
                 chunk: dict[str, Any] = {"index": number, "text": text, "logprobs": shape, "finish_reason": None}
                 if self.options.return_token_ids:
@@ -114,9 +113,8 @@ class CompletionAnswer(Answer):
                     chunk["token_ids"] = ids
                 chunks.append(encode(chunk))
             if choice.finish_reason is not None:
-                discard = self.options.discard_output
-                reason, stop = ("length", None) if discard else (choice.finish_reason, choice.stop_reason)
-                chunks.append(encode({"index": number, "text": "", "logprobs": None, "finish_reason": reason, "stop_reason": stop}))
+                end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+                chunks.append(encode({"index": number, "text": "", "logprobs": None, **end}))
         return chunks
 
     # ---------------------------------------------------------------- parts
@@ -150,6 +148,6 @@ class CompletionAnswer(Answer):
             positions = self._prompt_positions.get(prompt_index)
             if self.options.echo and positions is not None:
                 extend(shape, writer.make(output.prompt_token_ids, positions, self._echo(prompt_index, output)))
-        if not self.options.discard_output and choice.logprobs:
+        if choice.logprobs:
             extend(shape, self._logprobs[number].make(choice.token_ids, choice.logprobs))
         return shape

@@ -94,7 +94,7 @@ class ServerMetrics:
         self._histogram = histogram
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests, as usage counts them.")
         self._generated_tokens = counter("vllm:generation_tokens", "Generated tokens, as usage counts them.")
-        self._engine_tokens = counter("oarlock_engine_tokens", "Tokens the engine made, discarded ones included; rises at every step.")
+        self._engine_tokens = counter("oarlock_engine_tokens", "Tokens the engine made, also those nobody gets; rises at every step.")
         self._steps = counter("oarlock_steps", "Steps that gave output.")
         self._step_seconds = counter("oarlock_step_seconds", "Wall time of those steps.")
         self._ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S)

@@ -36,7 +36,6 @@ class Options:
     echo: bool = False
     logprobs: int | None = None  # entries beside the sampled token, as the client asked
     prompt_logprobs: int | None = None  # as the client asked; echo with logprobs computes them too
-    discard_output: bool = False  # echo with max_tokens 0: one token is made and thrown away
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     skip_special_tokens: bool = True
@@ -52,7 +51,7 @@ def model_defaults(engine: EngineConfig, summary: ModelSummary) -> dict[str, Any
     return {name: summary.generation_config[name] for name in _DEFAULTED if summary.generation_config.get(name) is not None}
 
 
-def make_options(values: Mapping[str, Any], *, logprobs: int | None, discard_output: bool, add_special_tokens: bool, policy: str) -> Options:
+def make_options(values: Mapping[str, Any], *, logprobs: int | None, add_special_tokens: bool, policy: str) -> Options:
     """Raises ApiError 400 for combinations that cannot be honoured."""
     stream = values.get("stream", False)
     stream_options = values.get("stream_options")
@@ -68,7 +67,6 @@ def make_options(values: Mapping[str, Any], *, logprobs: int | None, discard_out
         echo=values.get("echo", False),
         logprobs=logprobs,
         prompt_logprobs=values.get("prompt_logprobs"),
-        discard_output=discard_output,
         return_token_ids=values.get("return_token_ids", False),
         tokens_as_ids=values.get("return_tokens_as_token_ids", False),
         skip_special_tokens=values.get("skip_special_tokens", True),
@@ -90,6 +88,8 @@ def make_params(values: Mapping[str, Any], defaults: Mapping[str, Any], options:
     if options.echo and options.logprobs is not None:
         asked = (options.logprobs, options.logprobs if prompt_logprobs is None else prompt_logprobs)
         prompt_logprobs = -1 if -1 in asked else max(asked)
+    if max_tokens == 0 and prompt_logprobs is None:
+        prompt_logprobs = 0  # only the prompt is computed
     params = SamplingParams(**known, max_tokens=max_tokens, logprobs=options.logprobs, prompt_logprobs=prompt_logprobs)
     if options.stream:
         _check_stream(params, options)
@@ -117,11 +117,7 @@ def completion_settings(values: Mapping[str, Any], defaults: Mapping[str, Any], 
         hint = "" if max_tokens else " (0 is allowed only with echo: true)"
         raise bad("max_tokens", f"max_tokens must be at least 1{hint}, not {max_tokens}.", "invalid_value")
     logprobs = values.get("logprobs")
-    discard = max_tokens == 0
-    options = make_options(values, logprobs=logprobs, discard_output=discard, add_special_tokens=True, policy=policy)
-    if discard:
-        params = make_params(values, defaults, options, 1)
-        return replace(params, logprobs=None), options
+    options = make_options(values, logprobs=logprobs, add_special_tokens=True, policy=policy)
     return make_params(values, defaults, options, max_tokens), options
 
 
@@ -141,6 +137,6 @@ def chat_settings(values: Mapping[str, Any], defaults: Mapping[str, Any], policy
             raise bad("top_logprobs", f"top_logprobs must be at least 0, not {logprobs}.", "invalid_value")
     elif "top_logprobs" in values:
         raise bad("top_logprobs", "top_logprobs is only allowed with logprobs: true.", "invalid_value")
-    options = make_options(values, logprobs=logprobs, discard_output=False, add_special_tokens=False, policy=policy)
+    options = make_options(values, logprobs=logprobs, add_special_tokens=False, policy=policy)
     options = replace(options, echo=False)  # in chat, echo repeats the last message and asks for no prompt logprobs
     return make_params(values, defaults, options, max_tokens), options, name

@@ -78,6 +78,6 @@ OPTIONS: tuple[Option, ...] = (
         instead="slots follow the number of speculated tokens, and the larger of the two counts",
     ),
     _scheduler(
-        "max-waiting-requests", "int", 4096, "Longest queue; a request beyond it is answered with 429.", "scheduler.max_waiting_requests", low=1,
+        "max-waiting-requests", "int", 4096, "Prompts that may wait beside the --max-num-seqs that may run; one more is answered with 429.", "scheduler.max_waiting_requests", low=1,
     ),
 )  # fmt: skip
