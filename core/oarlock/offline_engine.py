@@ -61,7 +61,7 @@ class OfflineEngine:
         self.inbox = _Inbox(self._client)
         self.totals = {"prompt": 0, "generated": 0, "finished": 0}
         window = 2 * self.info.max_num_seqs  # open requests: the running ones, and as many to follow
-        self._window = window if max_waiting_requests is None else max(1, min(window, max_waiting_requests))
+        self._window = window if max_waiting_requests is None else min(window, self.info.max_num_seqs + max_waiting_requests)
         self._outputs = OutputProcessor(None, self._client.abort)
         self._finalizer = weakref.finalize(self, _end, self._pid, self._thread, self._jobs, self._gate, self._client, self.inbox)
 

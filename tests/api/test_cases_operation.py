@@ -140,8 +140,8 @@ def test_overload_refusals_are_quick_and_batches_count(start_server: Callable[..
     for holder in holders:
         holder.join()
     server.kv_idle(3)
-    refused(server.post(CMP, server.cmp_body(prompt=["a"] * 3)), "prompt")  # more than the queue holds
-    assert len(server.cmp(prompt=["a"] * 2, max_tokens=1)["choices"]) == 2
+    refused(server.post(CMP, server.cmp_body(prompt=["a"] * 4)), "prompt")  # more than are ever inside
+    assert len(server.cmp(prompt=["a"] * 3, max_tokens=1)["choices"]) == 3  # one seat and two in the queue
 
 
 def test_health_engine_dead(start_server: Callable[..., RealServer]) -> None:

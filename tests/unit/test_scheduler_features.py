@@ -157,13 +157,21 @@ def test_window_groups_count_only_what_they_hold_at_one_time() -> None:
 
 
 def test_full_queue_is_refused_by_code() -> None:
-    d = drive(max_waiting_requests=1)
-    d.add(request("a", [1]))
-    d.add(request("b", [1], n=2))
-    assert [d.ends["b", i].error.code for i in range(2)] == ["queue_full"] * 2
-    d.step()
-    d.add(request("c", [1]))
-    assert ("c", 0) not in d.ends
+    """A burst on an idle engine fills its seats and its queue, before any step and after it alike."""
+    for steps in (0, 1):
+        d = drive(max_waiting_requests=1, max_num_seqs=2)
+        for name in "abc":
+            d.add(request(name, [1], max_tokens=9))
+            for _ in range(steps):
+                d.step()
+        d.add(request("d", [1], n=2))
+        assert {name for name, _ in d.ends} == {"d"}
+        assert [d.ends["d", i].error.code for i in range(2)] == ["queue_full"] * 2
+        assert "max_num_seqs 2 + max_waiting_requests 1" in d.ends["d", 0].error.message
+        d.run()
+        d.add(request("e", [1]))
+        d.run()
+        assert d.ends["e", 0].finish_reason == "length"
 
 
 def test_prompt_longer_than_a_step_is_refused_only_without_chunks() -> None:

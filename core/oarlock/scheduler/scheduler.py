@@ -73,7 +73,6 @@ class Scheduler:
         self._delay = DelayGate(config.delay_factor)
         self._requests: dict[str, Request] = {}  # those that still owe a terminal output
         self._results = Results(self._life, manager, self._requests)
-        self._unstarted: set[str] = set()  # ids of requests that were never scheduled
         self._in_flight: dict[int, _Step] = {}
         self._next_step_id = 0
         self._next_request = 0
@@ -90,14 +89,16 @@ class Scheduler:
         self._next_request += 1
         if source.request_id in self._requests:
             error: ErrorInfo | None = ErrorInfo(f"request id {source.request_id!r} is already in use; choose another", param="request_id")
-        elif len(self._unstarted) >= self._config.max_waiting_requests:
-            error = ErrorInfo(f"{len(self._unstarted)} requests are waiting, the limit; retry later", code="queue_full")
+        elif len(self._requests) >= self._config.max_num_seqs + self._config.max_waiting_requests:
+            error = ErrorInfo(
+                f"{len(self._requests)} requests are running or waiting, the limit (max_num_seqs {self._config.max_num_seqs} + "
+                f"max_waiting_requests {self._config.max_waiting_requests}); retry later", code="queue_full",
+            )  # fmt: skip
         else:
             error = self._limits.refusal(request)
         if error is not None:
             return [self._results.output(request, index, finish_reason="error", error=error) for index in sorted(request.open)]
         self._requests[source.request_id] = request
-        self._unstarted.add(source.request_id)
         self._life.enqueue(request)
         return []
 
@@ -110,7 +111,6 @@ class Scheduler:
         outputs = [self._results.close(request, index, "abort") for index in indexes]
         if not request.open:
             self._life.end_request(request)
-            self._unstarted.discard(request.request_id)
         elif not request.is_beam:  # a beam search goes on for the other results
             for branch in [b for b in request.branches if b.index == abort.index]:
                 self._life.finish(branch)
@@ -186,7 +186,6 @@ class Scheduler:
             if not in_place:
                 break
             self._blocked = None
-            self._unstarted.discard(branch.request.request_id)
             for started in life.start(branch):
                 if plan.budget > 0:
                     self._plan_row(started, started.remaining(), plan.budget, plan, may_preempt=False)

@@ -109,9 +109,10 @@ class ServerState:
     # ---------------------------------------------------------------- admission
     def check_room(self, num_prompts: int = 1) -> None:
         """Raises 429 when waiting and running prompts are at the bound, 400 when so many never fit."""
-        limit, queue = self.max_prompts_inside, self.engine.scheduler.max_waiting_requests
-        if num_prompts > queue:
-            raise bad("prompt", f"The request has {num_prompts} prompts; the queue (--max-waiting-requests) holds {queue}. Send fewer.", "invalid_value")
+        limit = self.max_prompts_inside
+        if num_prompts > limit:
+            what = "--max-num-seqs + --max-waiting-requests"
+            raise bad("prompt", f"The request has {num_prompts} prompts; at most {limit} can be inside ({what}). Send fewer.", "invalid_value")
         if self.num_prompts + num_prompts > limit:
             raise queue_full(f"The queue is full ({self.num_prompts} of {limit} prompts inside); try again.", retry_after_s=1)
 
