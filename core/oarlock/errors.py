@@ -1,4 +1,4 @@
-"""Every error that Oarlock raises on purpose, and nothing else.
+"""Every error that Oarlock raises on purpose, and how their messages show a value.
 
 Owns: the error hierarchy and the machine-readable fields that travel with an error.
 Reads: nothing.
@@ -8,6 +8,8 @@ A message says what happened, the offending value, the true limit and the remedy
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class OarlockError(Exception):
@@ -100,3 +102,16 @@ class OutOfDeviceMemory(WorkerError):
 
 class EngineDead(OarlockError):
     """The engine has ended; every open request gets this."""
+
+
+def show(value: Any) -> str:
+    """A value as JSON would write it, shortened; containers by their kind only."""
+    if value is None or value is True or value is False:
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:60] + "…")
+    if isinstance(value, int):
+        return str(value) if -(10**30) < value < 10**30 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, float):
+        return repr(value)
+    return "an array" if isinstance(value, list) else "an object"

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from oarlock.config.sections import EngineConfig
 from oarlock.errors import InvalidParameter, NotBuilt
+from oarlock.frontend.conversation import read_messages, text_of
 from oarlock.frontend.inputs import InputLimits, InputProcessor, default_sampling_fields
 from oarlock.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, exception_for
-from oarlock.frontend.prompt_forms import conversation_list, naming, plain_messages, prompt_list
+from oarlock.frontend.prompt_forms import conversation_list, naming, prompt_list
 from oarlock.model_summary import ModelSummary
 from oarlock.offline_engine import OfflineEngine, Prepared
 from oarlock.sampling_params import BeamSearchParams, SamplingParams
@@ -168,7 +169,10 @@ class LLM:
         for index, conversation in enumerate(conversations):
             with naming(index, len(conversations), "conversation"):
                 settings = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message, "tools": tools}
-                texts.append(template.render(plain_messages(conversation, keep_parts=chat_template_content_format == "openai"), **settings, **(chat_template_kwargs or {})))
+                checked = read_messages(conversation, template)
+                if chat_template_content_format == "string":
+                    checked = [{**message, "content": text_of(message["content"])} for message in checked]
+                texts.append(template.render(checked, **settings, **(chat_template_kwargs or {})))
         return self._run(self._prepare(texts, params, None, add_special_tokens=False, param="messages"), use_tqdm)
 
     def beam_search(

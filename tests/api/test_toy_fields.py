@@ -67,10 +67,67 @@ async def test_foreign_names_say_the_right_one() -> None:
             for name, right in FOREIGN.items():
                 if name not in table.fields:
                     error = refused(await toy.http.post(path, json={**BASES[path], name: 5}), name)
-                    assert right in error["message"]
+                    here = "messages" if right == "prompt" and table is CHAT else right
+                    assert here in error["message"]
 
 
 async def test_a_body_of_a_million_small_things_is_refused_at_once() -> None:
     async with toy_server() as toy:
         content = b'{"x":[' + b"[]," * MAX_BRACKETS + b"[]]}"
         refused(await toy.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"}), None)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "words"),
+    [
+        ("/v1/chat/completions", "prompt", "hi", "it belongs to /v1/completions, and this is /v1/chat/completions, which takes messages."),
+        ("/v1/completions", "messages", [], "it belongs to /v1/chat/completions, and this is /v1/completions, which takes prompt."),
+        ("/v1/completions", "chat_template", "x", "it belongs to /v1/chat/completions, and this is /v1/completions."),
+        ("/v1/completions", "max_completion_tokens", 3, "here this is max_tokens."),
+        ("/v1/completions", "top_logprobs", 3, "here this is logprobs."),
+        ("/v1/chat/completions", "inputs", "hi", "here this is messages."),
+        ("/v1/completions", "inputs", "hi", "here this is prompt."),
+        ("/v1/completions", "suffix", "x", "text after the gap"),
+        ("/v1/chat/completions", "suffix", "x", "leave it out"),
+    ],
+)
+async def test_a_field_of_another_route_or_server_says_what_stands_for_it_here(path: str, field: str, value: Any, words: str) -> None:
+    async with toy_server(says("hello")) as toy:
+        for body in (BASES[path] | {field: value}, {"model": MODEL, field: value}):
+            error = refused(await toy.http.post(path, json=body), field)
+            assert words in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/nothing-like-it", "Routes are /detokenize"),
+        ("/", "Routes are /detokenize"),
+        ("/chat/completions", "Did you mean POST /v1/chat/completions?"),
+        ("/completions", "Did you mean POST /v1/completions?"),
+        ("/v1/v1/chat/completions", "Did you mean POST /v1/chat/completions?"),
+        ("/v1/chat/completions/", "Did you mean POST /v1/chat/completions?"),
+        ("/v1/chat", "Did you mean POST /v1/chat/completions?"),
+        ("/v1/complete", "Did you mean POST /v1/completions?"),
+        ("/model", "Did you mean GET /v1/models?"),
+        ("/v1/embeddings", "this version has no embeddings"),
+        ("/v1/audio/speech", "this version has no audio"),
+    ],
+)
+async def test_an_unknown_path_is_named_with_the_nearest_route(path: str, words: str) -> None:
+    async with toy_server(says("hello")) as toy:
+        for method in ("GET", "POST"):
+            response = await toy.http.request(method, path)
+            error = refused(response, None, status=404)
+            assert error["code"] == "not_found" and f"no route {path} here" in error["message"] and words in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", "/v1/completions", "POST"), ("DELETE", "/v1/models", "GET"), ("PUT", "/ping", "GET, POST"), ("POST", "/v1/models/x", "GET")],
+)
+async def test_a_wrong_method_is_told_the_right_ones(method: str, path: str, allowed: str) -> None:
+    async with toy_server(says("hello")) as toy:
+        response = await toy.http.request(method, path)
+        error = refused(response, None, status=405)
+        assert error["message"] == f"{path} takes {allowed}, not {method}." and response.headers["allow"] == allowed

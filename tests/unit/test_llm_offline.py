@@ -132,6 +132,35 @@ def test_other_wrong_calls_are_refused():
     assert client_of(llm).submitted == []
 
 
+@pytest.mark.parametrize(
+    ("message", "param", "code"),
+    [
+        ({"role": "wizard", "content": "x"}, "messages[0].role", "invalid_value"),
+        ({"role": "tool", "content": "x"}, "messages[0].role", "unsupported_field"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls", "unsupported_field"),
+        ({"role": "user", "content": "x", "rolle": "user"}, "messages[0].rolle", "unknown_field"),
+        ({"role": "user"}, "messages[0].content", "missing_field"),
+        ({"role": "user", "content": 5}, "messages[0].content", "invalid_type"),
+    ],
+)
+def test_a_message_is_checked_as_it_is_over_http(message, param, code):
+    """Both call `frontend.conversation.read_messages`; the HTTP cases are in tests/api."""
+    llm = make()
+    with pytest.raises(InvalidParameter) as caught:
+        llm.chat([message], **QUIET)
+    assert (caught.value.param, caught.value.code) == (param, code)
+    assert client_of(llm).submitted == []
+
+
+def test_the_role_developer_is_the_system_role_where_the_template_does_not_know_it():
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    developer = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    llm = make()
+    assert llm.chat(developer, chat_template=template, **QUIET)[0].prompt == "<system>be brief<user>hi"
+    knowing = "{# developer #}" + template
+    assert llm.chat(developer, chat_template=knowing, **QUIET)[0].prompt == "<developer>be brief<user>hi"
+
+
 def test_priority_needs_the_priority_policy():
     fcfs, by_priority = (EngineConfig(ModelConfig("m"), scheduler=SchedulerConfig(policy=policy)) for policy in ("fcfs", "priority"))
     with pytest.raises(InvalidParameter, match="scheduling_policy"):

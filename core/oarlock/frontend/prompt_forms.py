@@ -57,24 +57,3 @@ def conversation_list(messages: Any) -> list[Any]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InvalidParameter("messages must be a list of messages, or a list of such lists, and not empty.", param="messages")
     return [messages] if isinstance(messages[0], Mapping) else list(messages)
-
-
-def plain_messages(conversation: Any, *, keep_parts: bool = False) -> list[dict[str, Any]]:
-    """Messages whose content is text. Content given as a list of text parts is joined by newlines, or kept as a list of parts."""
-    if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
-        raise InvalidParameter("a conversation is a list of messages that is not empty.", param="messages")
-    plain = []
-    for index, message in enumerate(conversation):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidParameter(f'messages[{index}] must be a mapping with a "role".', param=f"messages[{index}]")
-        content = message.get("content")
-        if isinstance(content, list):
-            for part in content:
-                if not isinstance(part, str) and not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
-                    raise InvalidParameter(f"messages[{index}].content has a part that is no text; this version takes text only.", param="messages")
-            texts = [part if isinstance(part, str) else part["text"] for part in content]
-            content = [{"type": "text", "text": text} for text in texts] if keep_parts else "\n".join(texts)
-        elif content is not None and not isinstance(content, str):
-            raise InvalidParameter(f"messages[{index}].content is of type {type(content).__name__}; give text.", param=f"messages[{index}].content")
-        plain.append({**message, "content": content})
-    return plain

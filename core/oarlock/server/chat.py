@@ -13,10 +13,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from oarlock.frontend.conversation import read_messages, text_of
 from oarlock.frontend.outputs import CompletionOutput, RequestOutput
 from oarlock.server.answer import Answer, encode
 from oarlock.server.body import checked_body
-from oarlock.server.conversation import read_messages, render, text_of
+from oarlock.server.conversation import render
 from oarlock.server.logprobs import ChatStyle, prompt_shape
 from oarlock.server.params import chat_settings
 from oarlock.server.requestlog import log_request
@@ -27,7 +28,7 @@ from oarlock.server.state import ServerState
 async def create_chat_completion(request: Request, state: ServerState) -> Response:
     state.check_room()
     values, headers = await checked_body(request, state, CHAT)
-    messages = read_messages(values["messages"], state)
+    messages = read_messages(values["messages"], state.template, allow_unknown=state.server.allow_unknown_fields)
     params, options, length_name = chat_settings(values, state.defaults, state.engine.scheduler.policy)
     prompt = render(messages, values, state)
     request_id = values.get("request_id") or request.state.request_id

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from oarlock.errors import show
 from oarlock.server.errors import ApiError, bad
 
 INT64 = 1 << 63
@@ -24,19 +25,6 @@ class Kind:
 
     read: Callable[[Any, str], Any]
     schema: dict[str, Any]
-
-
-def show(value: Any) -> str:
-    """A value as JSON would write it, shortened; containers by their kind only."""
-    if value is None or value is True or value is False:
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str):
-        return repr(value if len(value) <= 60 else value[:60] + "…")
-    if isinstance(value, int):
-        return str(value) if -(10**30) < value < 10**30 else f"an integer of {value.bit_length()} bits"
-    if isinstance(value, float):
-        return repr(value)
-    return "an array" if isinstance(value, list) else "an object"
 
 
 def wrong(path: str, value: Any, wanted: str) -> ApiError:

@@ -25,16 +25,18 @@ import oarlock
 from oarlock import extensions
 from oarlock.config.sections import ServerConfig
 from oarlock.errors import ConfigError, PluginError, RequestError
+from oarlock.frontend.conversation import read_messages
 from oarlock.server import metrics
 from oarlock.server.body import checked_body
 from oarlock.server.chat import create_chat_completion
 from oarlock.server.completions import create_completion
-from oarlock.server.conversation import read_messages, render
+from oarlock.server.conversation import render
 from oarlock.server.errors import ApiError, bad, model_not_found
-from oarlock.server.gate import Gate
+from oarlock.server.gate import Gate, route_path
 from oarlock.server.kinds import token_ids, wrong
 from oarlock.server.schema import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Table, json_schema
 from oarlock.server.state import ServerState
+from oarlock.server.unknown_route import no_such_route, wrong_method
 
 THREAD_CHARS = 20_000  # longer texts are tokenised, and more tokens written as text, in a thread, so that streams go on
 
@@ -120,10 +122,11 @@ def _add_middleware(app: FastAPI, path: str) -> None:
 
 async def _http_error(request: Request, exc: HTTPException) -> Response:
     """Unknown paths and methods, in the same envelope as everything else."""
+    routes = request.app.routes
     if exc.status_code == 404:
-        error = ApiError(404, "There is no such route here.", code="not_found")
+        error = no_such_route(routes, route_path(request.scope))
     elif exc.status_code == 405:
-        error = ApiError(405, f"This route does not take {request.method}.", code="method_not_allowed", headers=dict(exc.headers or {}))
+        error = wrong_method(routes, route_path(request.scope), request.method, dict(exc.headers or {}))
     else:
         error = ApiError(exc.status_code, str(exc.detail), headers=dict(exc.headers or {}))
     return reply(error.payload(), error.status, dict(error.headers))
@@ -160,7 +163,7 @@ async def tokenize(request: Request, state: ServerState) -> Response:
         raise bad("prompt", "Give one of prompt and messages.", "missing_field" if "prompt" not in values else "invalid_value")
     tokenizer = _tokenizer(state)
     if "messages" in values:
-        text = render(read_messages(values["messages"], state), values, state)
+        text = render(read_messages(values["messages"], state.template, allow_unknown=state.server.allow_unknown_fields), values, state)
     else:
         text = values["prompt"]
         if type(text) is not str:

@@ -30,6 +30,7 @@ class Refused:
 class Table:
     """One route's fields."""
 
+    path: str
     fields: Mapping[str, Kind]
     required: tuple[str, ...] = ()
     refused: Mapping[str, Refused] = field(default_factory=dict)
@@ -107,13 +108,17 @@ _TEMPLATE_REFUSED = {
     "mm_processor_kwargs": Refused(f"Images and audio {_NOT_YET}."),
 }
 
+_SUFFIX = f"suffix (text after the gap that is to be filled) {_NOT_YET}; where the model was trained for it, write its own fill-in tokens into the prompt."
+
 COMPLETIONS = Table(
+    path="/v1/completions",
     fields={**COMMON, "prompt": kinds.raw, "logprobs": kinds.integer},
     required=("model", "prompt"),
-    refused={**_REFUSED_BOTH, "suffix": Refused(f"suffix {_NOT_YET}; put the text after the gap into the prompt.", lambda value: value == "")},
+    refused={**_REFUSED_BOTH, "suffix": Refused(_SUFFIX, lambda value: value == "")},
 )
 
 CHAT = Table(
+    path="/v1/chat/completions",
     fields={
         **COMMON,
         **TEMPLATE,
@@ -137,11 +142,12 @@ CHAT = Table(
         "include_reasoning": Refused("Reasoning parsers are not built in this version, so all text is content."),
         "verbosity": Refused(f"verbosity {_NOT_YET}."),
         "web_search_options": Refused(f"Web search {_NOT_YET}."),
-        "suffix": Refused("Chat has no suffix."),
+        "suffix": Refused("Chat has no suffix; leave it out."),
     },
 )
 
 TOKENIZE = Table(
+    path="/tokenize",
     fields={
         **TEMPLATE,
         "model": kinds.string,
@@ -153,7 +159,7 @@ TOKENIZE = Table(
     refused=_TEMPLATE_REFUSED,
 )
 
-DETOKENIZE = Table(fields={"model": kinds.string, "tokens": kinds.raw}, required=("tokens",))
+DETOKENIZE = Table(path="/detokenize", fields={"model": kinds.string, "tokens": kinds.raw}, required=("tokens",))
 
 
 def check_fields(data: dict[str, Any], table: Table, allow_unknown: bool) -> tuple[dict[str, Any], list[str]]:
@@ -173,7 +179,7 @@ def check_fields(data: dict[str, Any], table: Table, allow_unknown: bool) -> tup
             if not refused.neutral(value):
                 raise bad(name, refused.reason, "unsupported_field")
         elif name in FOREIGN:
-            raise bad(name, f"Unknown field {name!r}; here this is {FOREIGN[name]}.", "unknown_field")
+            raise bad(name, f"Unknown field {name!r}; here this is {_here(FOREIGN[name], table)}.", "unknown_field")
         elif allow_unknown:
             ignored.append(name)
         else:
@@ -184,8 +190,24 @@ def check_fields(data: dict[str, Any], table: Table, allow_unknown: bool) -> tup
     return values, ignored
 
 
+# A field of one route, and what says the same on another.
+_SAME = (("prompt", "messages"), ("max_tokens", "max_completion_tokens"), ("logprobs", "top_logprobs"))
+_ROUTES = (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE)
+
+
+def _here(name: str, table: Table) -> str:
+    """A field, or what stands for it on this route."""
+    if name in table.fields:
+        return name
+    return next((other for pair in _SAME if name in pair for other in pair if other in table.fields), name)
+
+
 def _unknown_text(name: str, table: Table) -> str:
     shown = name[:100]
+    sibling = next((other.path for other in _ROUTES if name in other.fields), None)
+    if sibling is not None:
+        here = _here(name, table)
+        return f"Unknown field {shown!r}: it belongs to {sibling}, and this is {table.path}{f', which takes {here}' if here != name else ''}."
     close = difflib.get_close_matches(shown, table.fields.keys(), n=1, cutoff=0.75)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"Unknown field {shown!r}.{hint} (--allow-unknown-fields makes the server accept such fields and ignore them.)"
