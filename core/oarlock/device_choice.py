@@ -15,6 +15,8 @@ from oarlock.backend_api import DeviceSpec, ProbeResult
 from oarlock.errors import ApiVersionMismatch, BackendNotFound, BackendUnavailable, PluginError
 from oarlock.hints import Hint
 
+OWN_DISTRIBUTION = "oarlock"  # what core itself registers is for its own tests
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
@@ -38,6 +40,11 @@ class DeviceRow:
 
     def answers_to(self, name: str) -> bool:
         return name == self.device or (self.spec is not None and name in self.spec.aliases)
+
+    @property
+    def is_internal(self) -> bool:
+        """Usable by its name, and told to nobody who looks for a device."""
+        return self.distribution == OWN_DISTRIBUTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ def _choose_named(name: str, rows: Sequence[DeviceRow], hints: Sequence[Hint]) -
     if not found and hint is not None:
         found = [row for row in rows if row.answers_to(hint.device) or (row.spec is None and row.distribution == hint.package)]
     if not found:
-        raise BackendNotFound(_not_installed(name, rows, hint) if hint else _unknown(name, rows, hints))
+        raise BackendNotFound(_not_installed(name, rows, hints, hint) if hint else _unknown(name, rows, hints))
     if len(found) > 1:
         who = " and ".join(sorted({f"{row.distribution} {row.version}" for row in found}))
         raise PluginError(f"--device {name} is provided by {who}; uninstall all but one")
@@ -84,23 +91,47 @@ def _require_available(name: str, row: DeviceRow) -> None:
     )
 
 
-def _not_installed(name: str, rows: Sequence[DeviceRow], hint: Hint) -> str:
+def _not_installed(name: str, rows: Sequence[DeviceRow], hints: Sequence[Hint], hint: Hint) -> str:
     found = f"; found {hint.label} ({hint.evidence})" if hint.is_present else ""
     if hint.install:
         return f"--device {name}: {hint.package} is not installed{found}. Install it: {hint.install}"
-    return f"--device {name}: this version of Oarlock has no {hint.device} backend yet{found}. {_installed(rows)}"
+    if hint.source:
+        return f"--device {name}: {hint.package} is not installed{found}; it lies in the source of Oarlock, in the folder {hint.source}"
+    other = "" if hint.is_host else _insist(rows, hints)
+    return f"--device {name}: this version of Oarlock has no {hint.device} backend yet{found}. {other or _installed(rows)}"
 
 
 def _unknown(name: str, rows: Sequence[DeviceRow], hints: Sequence[Hint]) -> str:
-    known = {row.device for row in rows if row.spec is not None} | {h.device for h in hints}
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"--device {name}: no installed package provides it{f'; did you mean {near[0]}?' if near else '.'} {_installed(rows)}"
+    shown = [row for row in rows if not row.is_internal]
+    near = [h.device for h in hints if name in h.words]
+    if not near:
+        known = {row.device for row in shown if row.spec is not None} | {h.device for h in hints}
+        near = difflib.get_close_matches(name, sorted(known), n=3)
+    return f"--device {name}: there is no device of this name{f'; did you mean {_or(near)}?' if near else '.'} {_installed(shown)}"
+
+
+def _or(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _insist(rows: Sequence[DeviceRow], hints: Sequence[Hint]) -> str:
+    """How to run on the machine's own processor; "" where no package could."""
+    hosts = sorted(row.device for row in rows if row.spec is not None and row.priority == 0 and row.probe.status == "available")
+    host = hosts[0] if hosts else next((h.device for h in hints if h.is_host), "")
+    if not host:
+        return ""
+    how = f"To run on the processor instead, say so: --device {host}"
+    if not hosts and not any(row.answers_to(host) for row in rows):
+        install = next((h.install for h in hints if h.is_host and h.install), "")
+        how += f" (after {install})" if install else " (its package is not installed)"
+    return how
 
 
 def _installed(rows: Sequence[DeviceRow]) -> str:
-    if not rows:
+    shown = [row for row in rows if not row.is_internal]
+    if not shown:
         return "No device package is installed."
-    return "Installed: " + "; ".join(f"{row.device} ({row.probe.status}: {row.probe.reason})" for row in rows)
+    return "Installed: " + "; ".join(f"{row.device} ({row.probe.status}: {row.probe.reason})" for row in shown)
 
 
 def _then(remedy: str) -> str:
@@ -120,7 +151,8 @@ def _choose_auto(rows: Sequence[DeviceRow], hints: Sequence[Hint]) -> Selection:
         return _selection(top[0], tuple(f"not used: {text}" for text, _ in unusable) + _errors(rows))
     hosts = sorted((row for row in usable if row.priority == 0), key=lambda row: row.device)
     if unusable:
-        raise BackendUnavailable(_accelerator_seen(unusable, rows, hints, hosts))
+        found = "; ".join(f"{text}{_then(remedy)}" for text, remedy in unusable)
+        raise BackendUnavailable(f"found {found}. {_insist(rows, hints)}".rstrip(". "))
     if len(hosts) > 1:
         raise PluginError(_tie(hosts))
     if not hosts:
@@ -165,21 +197,10 @@ def _seen_but_unusable(rows: Sequence[DeviceRow], hints: Sequence[Hint]) -> list
     return seen
 
 
-def _accelerator_seen(seen: Sequence[tuple[str, str]], rows: Sequence[DeviceRow], hints: Sequence[Hint], hosts: Sequence[DeviceRow]) -> str:
-    found = "; ".join(f"{text}{_then(remedy)}" for text, remedy in seen)
-    host = hosts[0].device if hosts else next((h.device for h in hints if h.is_host), "")
-    if not host:
-        return f"found {found}"
-    how = f"To run on the processor instead, say so: --device {host}"
-    install = next((h.install for h in hints if h.is_host and h.install), "")
-    if not hosts and not any(row.answers_to(host) for row in rows):
-        how += f" (after {install})" if install else " (its package is not installed)"
-    return f"found {found}. {how}"
-
-
 def _nothing(rows: Sequence[DeviceRow], hints: Sequence[Hint]) -> str:
     host = next((h for h in hints if h.is_host), None)
     advice = f" Install the one for this machine's processor: {host.install}" if host and host.install else ""
+    rows = [row for row in rows if not row.is_internal]
     if not rows:
         return f"no device package is installed.{advice}"
     named = [row.device for row in rows if row.spec is not None and row.probe.status == "available"]

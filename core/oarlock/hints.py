@@ -36,7 +36,10 @@ class Hint:
     is_host: bool = False  # the machine's own processor
     is_present: bool = False
     evidence: str = ""  # what was found: a path, or a PCI address
-    install: str = ""  # a command that works; "": this version has no such backend
+    install: str = ""  # a command that works; "": there is none here
+    source: str = ""  # its folder in the source of Oarlock; "": this version has no such backend
+    is_simulated: bool = False  # for tests: missed only by who names it
+    words: tuple[str, ...] = ()  # what people call it who do not know its name
 
 
 def load_hints(root: str | Path = "/", checkout: str | Path | None = None) -> list[Hint]:
@@ -50,17 +53,18 @@ def load_hints(root: str | Path = "/", checkout: str | Path | None = None) -> li
         evidence = "" if entry.get("host") else _evidence(entry, Path(root), functions)
         hints.append(
             Hint(device, entry["label"], entry["package"], tuple(entry["aliases"]), bool(entry.get("host")), bool(evidence), evidence,
-                 install_command(device, entry["release"], folder))
+                 install_command(entry.get("source") or f"backends/{device}", entry["release"], folder), entry.get("source", ""),
+                 bool(entry.get("simulated")), tuple(entry.get("words", ())))
         )  # fmt: skip
     return hints
 
 
-def install_command(device: str, release: str, checkout: Path) -> str:
-    """How the package of a backend can be had here: from the checkout that holds it, else from a release, else not at all ("")."""
-    folder = checkout / "backends" / device
+def install_command(source: str, release: str, checkout: Path) -> str:
+    """How a package can be had here: from its folder `source` in the checkout, else from a release, else not at all ("")."""
+    folder = checkout / source
     if (folder / "pyproject.toml").is_file():
         inside = Path.cwd() == checkout
-        return f"pip install ./backends/{device}" if inside else f"pip install {folder}"
+        return f"pip install ./{source}" if inside else f"pip install {folder}"
     return release
 
 

@@ -82,8 +82,9 @@ def broken(name: str, package: str = "") -> Entry:
 HOST = Hint("host", "the processor of this machine", "oarlock-host", is_host=True, install="pip install ./backends/host")
 
 
-def hint(name: str, *, present: bool, install: str = "") -> Hint:
-    return Hint(name, f"a {name} chip", f"oarlock-{name}", (f"{name}-alias",), False, present, f"/dev/{name}0" if present else "", install)
+def hint(name: str, *, present: bool = False, install: str = "", words: tuple[str, ...] = ()) -> Hint:
+    seen = f"/dev/{name}0" if present else ""
+    return Hint(name, f"a {name} chip", f"oarlock-{name}", (f"{name}-alias",), False, present, seen, install, words=words)
 
 
 def catalogue(*entries: Entry, hints: tuple[Hint, ...] = (HOST,)) -> Catalogue:

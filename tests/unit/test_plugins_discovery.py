@@ -178,14 +178,14 @@ def test_a_bare_machine_has_nothing(tmp_path: Path) -> None:
 
 
 def test_the_command_is_printed_only_where_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert install_command("fast", "", tmp_path) == ""
-    assert install_command("fast", "pip install 'oarlock[fast]'", tmp_path) == "pip install 'oarlock[fast]'"
+    assert install_command("backends/fast", "", tmp_path) == ""
+    assert install_command("backends/fast", "pip install 'oarlock[fast]'", tmp_path) == "pip install 'oarlock[fast]'"
     (tmp_path / "backends/fast").mkdir(parents=True)
-    assert install_command("fast", "", tmp_path) == ""  # a folder without a package
+    assert install_command("backends/fast", "", tmp_path) == ""  # a folder without a package
     (tmp_path / "backends/fast/pyproject.toml").touch()
-    assert install_command("fast", "", tmp_path) == f"pip install {tmp_path}/backends/fast"
+    assert install_command("backends/fast", "", tmp_path) == f"pip install {tmp_path}/backends/fast"
     monkeypatch.chdir(tmp_path)
-    assert install_command("fast", "", tmp_path) == "pip install ./backends/fast"
+    assert install_command("backends/fast", "", tmp_path) == "pip install ./backends/fast"
 
 
 @pytest.mark.parametrize("name", ["cuda", "xpu", "neuron", "tpu"])
@@ -202,6 +202,28 @@ def test_the_known_devices_get_the_right_words_with_nothing_installed(tmp_path: 
         assert text == f"--device {name}: oarlock-{name} is not installed. Install it: pip install {tmp_path}/backends/{name}"
     else:
         assert f"this version of Oarlock has no {name} backend yet" in text and "pip" not in text
+        assert text.endswith("To run on the processor instead, say so: --device host")
+
+
+@pytest.mark.parametrize(("name", "source"), [("cpu", "backends/cpu"), ("sim-eager", "plugins/sim"), ("sim-static", "plugins/sim")])
+def test_a_device_that_lies_in_the_source_is_never_called_not_yet_built(tmp_path: Path, name: str, source: str) -> None:
+    def message() -> str:
+        with pytest.raises(PluginError) as caught:
+            select_device(name, discover([], load_hints(tmp_path, tmp_path)))
+        return str(caught.value)
+
+    assert message().endswith(f"is not installed; it lies in the source of Oarlock, in the folder {source}") and "pip" not in message()
+    (tmp_path / source).mkdir(parents=True)
+    (tmp_path / source / "pyproject.toml").touch()
+    assert message().endswith(f"is not installed. Install it: pip install {tmp_path}/{source}")
+
+
+def test_the_sources_that_hints_name_are_here_and_nothing_else_is_claimed() -> None:
+    checkout = Path(__file__).parents[2]
+    for known in load_hints():
+        folder = known.source or f"backends/{known.device}"
+        assert (checkout / folder / "pyproject.toml").is_file() == bool(known.source), known.device
+        assert bool(known.install) == bool(known.source), known.device
 
 
 def test_the_host_hint_of_the_fakes_matches_the_real_one(tmp_path: Path) -> None:

@@ -173,7 +173,8 @@ def test_a_known_device_without_a_backend_gets_no_command() -> None:
     with pytest.raises(BackendNotFound) as caught:
         select_device("fast", catalogue(PROCESSOR, hints=(HOST, hint("fast", present=True))))
     text = str(caught.value)
-    assert "this version of Oarlock has no fast backend yet; found a fast chip" in text and "host (available" in text and "pip" not in text
+    assert "this version of Oarlock has no fast backend yet; found a fast chip" in text and "pip" not in text
+    assert text.endswith("To run on the processor instead, say so: --device host")
 
 
 def test_an_unknown_device_lists_what_is_installed_and_why_it_is_refused() -> None:
@@ -183,6 +184,25 @@ def test_an_unknown_device_lists_what_is_installed_and_why_it_is_refused() -> No
         assert word in str(caught.value)
     with pytest.raises(BackendNotFound, match="No device package is installed"):
         select_device("none-such", catalogue())
+
+
+def test_a_word_that_several_devices_answer_to_names_them() -> None:
+    hints = (HOST, hint("one", words=("gpu",)), hint("two", words=("gpu", "card")))
+    for name, near in (("gpu", "one or two"), ("card", "two"), ("twoo", "two"), ("two:0", "two")):
+        with pytest.raises(BackendNotFound, match=f"--device {name}: there is no device of this name; did you mean {near}\\?"):
+            select_device(name, catalogue(PROCESSOR, hints=hints))
+
+
+def test_what_core_registers_for_its_own_tests_is_usable_and_never_offered() -> None:
+    found = catalogue(PROCESSOR, device("null", priority=-100, package="oarlock"))
+    assert select_device("null", found).spec.name == "null"
+    for name in ("nul", "none-such"):
+        with pytest.raises(BackendNotFound) as caught:
+            select_device(name, found)
+        assert "null" not in str(caught.value)
+    with pytest.raises(BackendNotFound) as caught:
+        select_device("auto", catalogue(device("null", priority=-100, package="oarlock")))
+    assert "null" not in str(caught.value)
 
 
 def test_a_broken_package_that_was_asked_for_is_fatal() -> None:

@@ -13,7 +13,10 @@ from pathlib import Path
 import torch
 
 LIBRARY = Path(__file__).parent / "_C.abi3.so"
-REMEDY = "with torch and a C++20 compiler there, run: pip install --no-build-isolation --no-deps --force-reinstall oarlock-cpu"
+# An editable install lies beside its setup.py; any other came from a checkout, whose place is not known here.
+SOURCE = Path(__file__).parents[1]
+TARGET = f"-e {SOURCE}" if (SOURCE / "setup.py").is_file() else "./backends/cpu (in a checkout of Oarlock)"
+REMEDY = f"with torch and a C++20 compiler there, run: pip install --no-build-isolation --no-deps --force-reinstall {TARGET}"
 
 
 @functools.cache

@@ -7,12 +7,12 @@ Never: imports a heavy module.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import textwrap
 from collections.abc import Sequence
 
+from oarlock.config.parser import Parser
 from oarlock.plugins import Catalogue, DeviceRow, discover
 
 COLUMNS = ("device", "package", "version", "API", "status", "reason", "remedy")
@@ -20,11 +20,11 @@ COLUMNS = ("device", "package", "version", "API", "status", "reason", "remedy")
 
 def main(argv: Sequence[str]) -> int:
     """Print the table. Exit code 0 when a device is available that is not for tests only, else 1."""
-    parser = argparse.ArgumentParser(prog="oarlock devices", description="List devices, and why each can or cannot be used.")
+    parser = Parser(prog="oarlock devices", description="List devices, and why each can or cannot be used.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     catalogue = discover()
-    rows = catalogue.rows()
+    rows = [row for row in catalogue.rows() if not row.is_internal]
     cells = [device_cells(row) for row in rows] + missing_devices(catalogue, rows)
     if arguments.json:
         print(json.dumps([dict(zip(COLUMNS, line, strict=True)) for line in cells], indent=2))
@@ -43,13 +43,15 @@ def missing_devices(catalogue: Catalogue, rows: Sequence[DeviceRow]) -> list[tup
     """Known devices without an installed package."""
     lines: list[tuple[str, ...]] = []
     for hint in catalogue.hints:
-        if any(row.answers_to(hint.device) or row.distribution == hint.package for row in rows):
+        if hint.is_simulated or any(row.answers_to(hint.device) or row.distribution == hint.package for row in rows):
             continue
         found = f"{hint.label} is here ({hint.evidence}), " if hint.is_present else ""
         if hint.install:
             lines.append((hint.device, hint.package, "-", "-", "not installed", f"{found}the package is not installed", hint.install))
         else:
-            lines.append((hint.device, hint.package, "-", "-", "not available", f"{found}this version of Oarlock has no such backend yet", ""))
+            why = "the package is not installed" if hint.source else "this version of Oarlock has no such backend yet"
+            remedy = f"install {hint.source} of the source of Oarlock" if hint.source else ""
+            lines.append((hint.device, hint.package, "-", "-", "not available", f"{found}{why}", remedy))
     return lines
 
 

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in available():
         module, _, function = COMMANDS[name][0].partition(":")
         return run(lambda: getattr(importlib.import_module(module), function)(rest), f"oarlock {name}")
-    if name in _plugin_commands():
+    if name in _plugin_commands(with_own=True):
         return run(lambda: _run_plugin_command(name, rest), f"oarlock {name}")
     print(f"oarlock: {_unknown(name)}", file=sys.stderr)
     return 2
@@ -73,11 +73,16 @@ def available() -> list[str]:
     return [name for name, (target, _) in COMMANDS.items() if importlib.util.find_spec(target.partition(":")[0]) is not None]
 
 
-def _plugin_commands() -> dict[str, str]:
-    """Name -> one line. Core's own commands cannot be replaced."""
+def _plugin_commands(*, with_own: bool = False) -> dict[str, str]:
+    """Name -> one line. Core's own commands cannot be replaced. `with_own`: also those that core registers for its own tests."""
     from oarlock import extensions
+    from oarlock.device_choice import OWN_DISTRIBUTION
 
-    return {part.name: f"{part.help} ({plugin.distribution})" for plugin, part in extensions.parts("command") if part.name not in COMMANDS}
+    return {
+        part.name: f"{part.help} ({plugin.distribution})"
+        for plugin, part in extensions.parts("command")
+        if part.name not in COMMANDS and (with_own or plugin.distribution != OWN_DISTRIBUTION)
+    }
 
 
 def _run_plugin_command(name: str, rest: Sequence[str]) -> int | None:
