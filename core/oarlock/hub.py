@@ -7,6 +7,7 @@ Never: touches the network for a path that exists; fetches code unless `trust_re
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def resolve_model(config: ModelConfig) -> str:
     if local is not None:
         return local
     file = _HUB_FILE.fullmatch(config.model)
-    if file:
+    if file and not Path(file[1]).exists():
         return _fetch_file(file[1], file[2], config)
     return _fetch(config.model, config.revision, config, _WEIGHTS.get(config.load_format, []), "model")
 
@@ -84,8 +85,29 @@ def _local(name: str, revision: str | None, option: str) -> str | None:
     return str(ggufs[0] if ggufs else path)
 
 
+def _is_path(name: str) -> bool:
+    """Whether it can only have been meant as a path of this machine."""
+    return name.startswith((".", "/", "~")) or name.endswith((".gguf", "/")) or "\\" in name
+
+
+def _near(name: str) -> str:
+    """What lies beside a path that does not exist and is spelt nearly like it; else the part of the path that is missing."""
+    path = Path(name).expanduser()
+    missing = next((part for part in reversed(path.parents) if not part.exists()), None)
+    if missing is not None:
+        return f"; {missing} does not exist"
+    try:
+        beside = {entry.name for entry in path.parent.iterdir()}
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, sorted(beside), n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
 def _fetch(name: str, revision: str | None, config: ModelConfig, weights: list[str], what: str) -> str:
     """The snapshot folder of a hub repository, with its settings and the first kind of weights that it has."""
+    if _is_path(name):
+        raise ModelError(f"{what} {name}: no such file or folder{_near(name)}")
     if not _HUB_NAME.fullmatch(name):
         raise ModelError(f"{what} {name}: no such file or folder, and not a hub name (org/name) either")
     from huggingface_hub import HfApi, constants, snapshot_download

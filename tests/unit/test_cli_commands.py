@@ -17,6 +17,7 @@ from oarlock.cli.main import COMMANDS
 from oarlock.cli.main import available as commands
 from oarlock.config.resolve import resolve
 from oarlock.errors import BackendUnavailable, ConfigError
+from oarlock.hints import Hint
 from oarlock.model_summary import ModelSummary
 from oarlock.plugins import select_device
 from plugin_fakes import HOST, broken, catalogue, device, driver_problem, hint, no_hardware
@@ -73,6 +74,36 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(served: list[Any], capsys: pyt
 
 
 @pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["chat", "--temprature", "1"], "unknown option --temprature; did you mean --temperature?"),
+        (["complete", "hi", "--max_tokns=3"], "unknown option --max-tokns; did you mean --max-tokens?"),
+        (["complete", "hi", "--zzzzzzzz"], "unknown option --zzzzzzzz; oarlock complete --help lists them all"),
+        (["chat", "--port", "1"], "--port is an option of oarlock serve, not of oarlock chat"),
+        (["bench", "serve", "--num-promts", "3"], "unknown option --num-promts; did you mean --num-prompts?"),
+        (["bench", "serve", "--max-model-len", "3"], "--max-model-len is an option of oarlock serve, not of oarlock bench serve"),
+        (["bench", "throughput", "--input-lne", "3"], "unknown option --input-lne; did you mean --input-len?"),
+        (["devices", "--jsn"], "unknown option --jsn; did you mean --json?"),
+        (["doctor", "cpu"], "unexpected argument 'cpu'; oarlock doctor --help says what it takes"),
+        (["conformance", "--device", "cpu", "--quik"], "unknown option --quik; did you mean --quick?"),
+    ],
+)
+def test_every_command_says_what_a_wrong_flag_may_have_meant(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(argv) == 2
+    name = " ".join(argv[:2]) if argv[0] == "bench" else argv[0]
+    assert capsys.readouterr().err in {f"oarlock {name}: error: {text}\n", f"oarlock {argv[0]}: error: {text}\n"}
+
+
+def test_what_is_said_when_no_server_answers_fits_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--url", "http://127.0.0.1:9"]
+    assert main.main(["bench", "serve", *where]) == 1
+    text = capsys.readouterr().err
+    assert "no server answers at http://127.0.0.1:9" in text and "`oarlock serve MODEL`" in text and "bench throughput" in text and "load here" not in text
+    assert main.main(["complete", "hi", *where]) == 1
+    assert "`oarlock serve MODEL`, name another with --url, or load a model here with --model MODEL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("error", "code"), [(ConfigError("a b c"), 2), (BackendUnavailable("a b c"), 1), (KeyboardInterrupt(), 130)]
 )
 def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +154,18 @@ def test_devices_shows_installed_broken_and_missing_ones(monkeypatch: pytest.Mon
     assert by_name["gone"]["remedy"] == "" and "no such backend yet" in by_name["gone"]["reason"]
 
 
+def test_devices_leaves_out_what_only_tests_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    simulated = Hint("sim", "a simulation", "oarlock-sim", install="pip install ./plugins/sim", source="plugins/sim", is_simulated=True)
+    found = catalogue(device("host", priority=0), device("null", priority=-100, package="oarlock"), hints=(HOST, simulated))
+    assert [row["device"] for row in table(found, monkeypatch, capsys)[1]] == ["host"]
+
+
+def test_the_help_names_no_command_of_cores_own_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--help"]) == 0
+    assert "null" not in capsys.readouterr().out
+    assert main.main(["null-tokens", "5,6", "--vocab-size", "10", "--max-tokens", "2"]) == 0
+
+
 def test_devices_fails_when_none_is_available(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert table(catalogue(device("fast", no_hardware)), monkeypatch, capsys)[0] == 1
 
@@ -155,12 +198,12 @@ def test_doctor_says_why_a_device_could_not_be_examined(monkeypatch: pytest.Monk
     text = capsys.readouterr().out
     assert "examination failed: it fell over" in text and "pip install torch" in text
     assert doctor.main(["--device", "none-such"]) == 1
-    assert "--device none-such: no installed package provides it" in capsys.readouterr().out
+    assert "--device none-such: there is no device of this name" in capsys.readouterr().out
 
 
 def test_the_examination_survives_a_child_that_dies() -> None:
     report, problem = doctor.inspect("none-such")
-    assert report is None and "none-such" in problem and "exit code 1" in problem
+    assert report is None and "none-such" in problem and "exit status 1" in problem
 
 
 # ---------------------------------------------------------------- plan

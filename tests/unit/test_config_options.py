@@ -244,7 +244,7 @@ def test_values_are_read_with_their_units(name: str, raw: Any, value: Any) -> No
         (["--max-num-seqs", "None"], ["--max-num-seqs None", "whole number"]),
         (["--max-modl-len", "100"], ["unknown option --max-modl-len", "did you mean --max-model-len?"]),
         (["--zzzzzzzz"], ["unknown option --zzzzzzzz", "--help"]),
-        (["a", "b"], ["unexpected argument 'b'"]),
+        (["a", "b"], ["unexpected argument 'b'", "usage: oarlock serve [MODEL] [options]"]),
     ],
 )
 def test_a_wrong_value_is_one_line_with_flag_value_and_remedy(argv: list[str], words: list[str]) -> None:

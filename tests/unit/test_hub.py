@@ -30,10 +30,35 @@ def test_a_folder_with_one_gguf_file_means_that_file(tmp_path: Path) -> None:
         resolve_model(ModelConfig(str(tmp_path)))
 
 
-@pytest.mark.parametrize("name", ["./absent", "/no/such/folder", "a/b/c", "absent folder"])
-def test_a_path_that_is_missing_never_asks_the_hub(name: str) -> None:
+@pytest.mark.parametrize("name", ["a/b/c", "absent folder"])
+def test_what_is_neither_a_path_nor_a_hub_name_never_asks_the_hub(name: str) -> None:
     with pytest.raises(ModelError, match="no such file or folder, and not a hub name"):
         resolve_model(ModelConfig(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("./modle", "; did you mean model?"),
+        ("modle.gguf", "; did you mean model.gguf?"),
+        ("model/smoll/x.gguf", "; model/smoll does not exist"),
+        ("model/smol/y.gguf", "; did you mean model/smol/x.gguf?"),
+        ("./nothing-like-it", ""),
+        ("/no/such/folder", "; /no does not exist"),
+        ("elsewhere.gguf", ""),
+        ("other\\folder", ""),
+    ],
+)
+def test_a_mistyped_path_is_called_one_and_never_asks_the_hub(name: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model/smol").mkdir(parents=True)
+    (tmp_path / "model/smol/x.gguf").touch()
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    if name.startswith("model/smoll"):
+        name = f"./{name}"
+    with pytest.raises(ModelError) as caught:
+        resolve_model(ModelConfig(name))
+    assert str(caught.value) == f"model {name}: no such file or folder{hint}"
 
 
 def test_a_revision_of_a_local_path_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from oarlock.errors import ConfigError, EngineDead, OarlockError
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLES = ("OARLOCK_API_KEY", "VLLM_API_KEY")
 CONNECT_S = 10.0
+START_ONE = "start one with `oarlock serve MODEL`, name another with --url, or load a model here with --model MODEL"
 READ_S = 60.0  # of the list of models; an answer may take as long as it takes
 # Keyword -> (type, help) of the sampling fields that can be typed; only what was typed is sent.
 SAMPLING: dict[str, tuple[type, str]] = {
@@ -110,8 +111,9 @@ def key_headers(typed: str | None) -> dict[str, str]:
 class ServerSource(Source):
     """Any server with the OpenAI API."""
 
-    def __init__(self, url: str, model: str | None, key: str | None) -> None:
-        self.url = base_url(url)
+    def __init__(self, url: str, model: str | None, key: str | None, remedy: str = START_ONE) -> None:
+        """`remedy`: what to do when no server answers there. Raises ConfigError, AnswerError."""
+        self.url, self._remedy = base_url(url), remedy
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         self._http = httpx.Client(base_url=self.url, headers=key_headers(key), timeout=timeout, **connection_settings(self.url))
         try:
@@ -166,7 +168,7 @@ class ServerSource(Source):
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             reason = f"no server answers at {self.url} ({error})"
-            raise AnswerError(f"{reason}; start one with `oarlock serve MODEL`, name another with --url, or give a MODEL to load here") from None
+            raise AnswerError(f"{reason}; {self._remedy}") from None
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise AnswerError(f"the connection to {self.url} failed: {error or type(error).__name__}") from None
 

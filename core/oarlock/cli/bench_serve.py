@@ -70,9 +70,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: wrong flags. AnswerError: the server does not answer, or refuses the first request.
     """
-    arguments = make_parser().parse_args([_dashed(a) for a in argv])
+    arguments = make_parser().parse_args(argv)
     prompts, load = make_prompts(arguments), make_load(arguments)
-    with ServerSource(arguments.url, arguments.model, arguments.api_key) as server:  # says what is wrong when nothing answers
+    remedy = "start one with `oarlock serve MODEL`, or name another with --url; `oarlock bench throughput` loads a model itself"
+    with ServerSource(arguments.url, arguments.model, arguments.api_key, remedy) as server:  # says what is wrong when nothing answers
         load = replace(load, model=server.name)
     figures = asyncio.run(measure(load, prompts, arguments))
     print(f"{load.model} at {load.url}, {_load_text(load)}")
@@ -84,12 +85,6 @@ def main(argv: Sequence[str]) -> int:
         record = {"oarlock": oarlock.__version__, **settings, "model": load.model, "num_prompts": len(prompts), "request_rate": rate}
         write_json(arguments.json, record | figures)
     return 1 if figures["failed"] else 0
-
-
-def _dashed(argument: str) -> str:
-    """`--num_prompts=5` as `--num-prompts=5`."""
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
 
 
 def _load_text(load: Load) -> str:

@@ -7,7 +7,6 @@ Never: imports torch itself.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from oarlock.config.parser import Parser
 from oarlock.errors import ApiVersionMismatch, BackendNotFound, BackendUnavailable, PluginError
 from oarlock.plugins import apply_environment, select_device
 
@@ -54,8 +54,8 @@ def _progress(result: Any) -> None:
     print(f"\r\033[K{result.status:<11} {result.id[:100]}", end="" if result.status in ("pass", "unsupported") else "\n", file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="oarlock conformance", description="Test a device against the conformance kit.")
+def _parser() -> Parser:
+    parser = Parser(prog="oarlock conformance", description="Test a device against the conformance kit.")
     parser.add_argument("--device", required=True, help="the device, as for serve; auto takes the best available")
     parser.add_argument("--level", default="", help="levels by number or name, with commas and ranges: 0 contract, 1 device, 2 ops, 3 attention, 4 runner")
     parser.add_argument("--ops", default="", help="only cases of these ops, separated by commas")

@@ -7,7 +7,6 @@ Never: imports a heavy module itself, so that a broken driver cannot take it dow
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -21,7 +20,9 @@ from typing import Any
 import oarlock
 from oarlock.backend_api import API_VERSION
 from oarlock.cli.devices import COLUMNS, device_cells, missing_devices, table
+from oarlock.config.parser import Parser
 from oarlock.errors import ConfigError, OarlockError
+from oarlock.executor.parent import how_it_ended
 from oarlock.memory_plan import available_host_bytes, gib, total_host_bytes
 from oarlock.plugins import PLUGIN_GROUP, PROBE_LIMIT_MS, Catalogue, Selection, discover, select_device
 
@@ -31,7 +32,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pluggy", "num
 
 def main(argv: Sequence[str]) -> int:
     """Print the report. Exit code 0 when the device can be used, else 1."""
-    parser = argparse.ArgumentParser(prog="oarlock doctor", description="Examine the installation and one device closely.")
+    parser = Parser(prog="oarlock doctor", description="Examine the installation and one device closely.")
     parser.add_argument("--device", default="auto", help="device to examine [auto]")
     parser.add_argument("--threads", type=int, help="compute threads, on a host device")
     arguments = parser.parse_args(argv)
@@ -69,7 +70,7 @@ def _usable_cpus() -> int:
 
 def _plugins(catalogue: Catalogue) -> None:
     print("\nDevices")
-    rows = catalogue.rows()
+    rows = [row for row in catalogue.rows() if not row.is_internal]
     print(textwrap.indent(table(COLUMNS, [device_cells(r) for r in rows] + missing_devices(catalogue, rows)), "  "))
     for row in rows:
         if row.probe_ms > PROBE_LIMIT_MS:
@@ -118,5 +119,4 @@ def inspect(device: str, threads: int | None = None) -> tuple[dict[str, Any] | N
     if done.returncode == 0 and lines:
         return json.loads(lines[-1]), ""
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    died = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-    return None, f"{last} ({died})"
+    return None, f"{last} ({how_it_ended(done.returncode)})"

@@ -39,10 +39,24 @@ class _Boolean(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises ConfigError instead of ending the process."""
+    """argparse that raises ConfigError instead of ending the process, and says what an unknown flag may have meant."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """All arguments, or ConfigError. Underscores in flags count as dashes."""
+        found, extra = self.parse_known_args([_dashed(a) for a in args] if args is not None else None, namespace)
+        self.refuse(extra)
+        return found
+
+    def refuse(self, extra: Sequence[str]) -> None:
+        """Raises ConfigError for arguments that nothing took; the first flag among them is the one at fault."""
+        wrong = next((a.partition("=")[0] for a in extra if a.startswith("-")), None)
+        if wrong is not None:
+            raise ConfigError(unknown(wrong, "cli", [name.lstrip("-") for name in self._option_string_actions], self.prog))
+        if extra:
+            raise ConfigError(f"unexpected argument {extra[0]!r}; {f'usage: {self.usage}' if self.usage else f'{self.prog} --help says what it takes'}")
 
 
 def _dashed(argument: str) -> str:
@@ -103,11 +117,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
         ConfigError: unknown flag (with the nearest known ones), a flag without its value, or two different models.
     """
     namespace, extra = parser.parse_known_args([_dashed(argument) for argument in argv])
-    wrong = next((a for a in extra if a.startswith("-")), None)
-    if wrong is not None:
-        raise ConfigError(unknown(wrong.partition("=")[0], "cli"))
-    if extra:
-        raise ConfigError(f"unexpected argument {extra[0]!r}: one MODEL, then flags")
+    parser.refuse(extra)
     values = {key: value for key, value in vars(namespace).items() if key != "_spelt"}
     positional = values.pop("model_positional", None)
     if positional is not None and values.setdefault("model", positional) != positional:

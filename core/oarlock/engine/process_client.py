@@ -28,6 +28,7 @@ from oarlock.config.sections import EngineConfig
 from oarlock.engine import wire
 from oarlock.engine.client import EngineClient
 from oarlock.errors import EngineDead, OarlockError
+from oarlock.executor.parent import how_it_ended
 from oarlock.messages import Abort, EngineRequest
 from oarlock.model_summary import ModelSummary
 
@@ -148,7 +149,7 @@ class ProcessClient(EngineClient):
     def _watch(self) -> None:
         """Runs in a thread: the kernel tells at once when the child ends, whatever ended it."""
         code = self._child.wait()
-        how = f"signal {-code}" if code < 0 else f"exit status {code}"
+        how = how_it_ended(code)
         with contextlib.suppress(RuntimeError):  # the loop may be closed already
             self._loop.call_soon_threadsafe(self._loop.call_later, 0.2, self._end, ("EngineDead", f"the engine process ended ({how})"))
 

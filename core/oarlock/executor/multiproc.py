@@ -28,6 +28,7 @@ from oarlock.errors import OarlockError, WorkerDied, WorkerError
 from oarlock.executor import frames
 from oarlock.executor.base import Executor, Pending
 from oarlock.executor.codec import decode, encode
+from oarlock.executor.parent import how_it_ended
 from oarlock.messages import ModelRunnerOutput, SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
 
@@ -198,4 +199,4 @@ class MultiprocExecutor(Executor):
             code = self._children[rank].wait(1)
         except subprocess.TimeoutExpired:
             return "its socket is closed"
-        return f"signal {-code}" if code < 0 else f"exit status {code}"
+        return how_it_ended(code)

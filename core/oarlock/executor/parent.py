@@ -1,6 +1,6 @@
-"""A child dies when its parent dies, however that happens.
+"""A child dies when its parent dies, however that happens; and what is said of a child that died first.
 
-Owns: the parent-death signal; which signals a child leaves to its parent.
+Owns: the parent-death signal; which signals a child leaves to its parent; the words for an exit code.
 Reads: nothing of ours.
 Never: kills anything but its own process.
 """
@@ -34,6 +34,16 @@ def leave_signals_to_parent() -> None:
     """Ctrl-C and service managers signal a whole group: the parent decides what becomes of its children, whose work it may want to drain."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words; for the one that the kernel leaves when memory runs out, what to lower."""
+    if code == -signal.SIGKILL:
+        return (
+            "signal 9: somebody killed it, or the kernel did for want of memory (its log, dmesg, says so); then take a smaller model or dtype, "
+            "or lower --kv-cache-memory, --max-model-len or --max-num-seqs"
+        )
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
 def _watch(parent_pid: int) -> None:

@@ -8,11 +8,14 @@ Never: imports argparse or torch; relates two options (`config.resolve` does).
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 
 from oarlock.config.option import Option, Origin, flag
 from oarlock.config.options import cache, features, model, parallel, server
 from oarlock.config.options.plugins import plugin_options, with_extensions
 from oarlock.plugins import installed
+
+SERVE = "oarlock serve"  # the command that takes every option of the table
 
 OPTIONS: tuple[Option, ...] = (*model.OPTIONS, *cache.OPTIONS, *parallel.OPTIONS, *features.OPTIONS, *server.OPTIONS)
 
@@ -43,16 +46,21 @@ def spelling(name: str, origin: Origin) -> str:
     return flag(name) if origin == "cli" else name.replace("-", "_")
 
 
-def unknown(name: str, origin: Origin) -> str:
-    """The message for a name that is no option: where it belongs, else what is spelt nearly like it."""
+def unknown(name: str, origin: Origin, own: Sequence[str] = (), prog: str = SERVE) -> str:
+    """The message for a name that is no option: where it belongs, else what is spelt nearly like it.
+
+    `own`: every flag of the command `prog`, whose help the message names; (): the option table's.
+    """
     bare = name.lstrip("-").replace("_", "-")
-    if bare in ELSEWHERE:
+    if bare in BY_NAME:
+        return f"{spelling(bare, origin)} is an option of {SERVE}, not of {prog}"
+    if bare in ELSEWHERE and "temperature" not in own:  # a command that takes it takes the request's other fields, too
         text = ELSEWHERE[bare].replace("{max-model-len}", spelling("max-model-len", origin))
         return f"{spelling(bare, origin)}: {text}"
-    known = [*BY_NAME, *plugin_options(BY_NAME)] + [f"no-{o.name}" for o in OPTIONS if o.kind == "bool" and origin == "cli"]
+    known = list(own) or [*BY_NAME, *plugin_options(BY_NAME)] + [f"no-{o.name}" for o in OPTIONS if o.kind == "bool" and origin == "cli"]
     near = difflib.get_close_matches(bare, known, n=1, cutoff=0.8) or difflib.get_close_matches(bare, known, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(spelling(n, origin) for n in near)}?" if near else ""
-    where = "" if near else "; oarlock serve --help lists them all" if origin == "cli" else "; docs/flags.md lists them all"
+    where = "" if near else f"; {prog} --help lists them all" if origin == "cli" else "; docs/flags.md lists them all"
     return f"unknown option {spelling(bare, origin)}{hint}{where}{installed().broken_text()}"
 
 
