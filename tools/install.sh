@@ -18,7 +18,7 @@ fail() { echo "install: $*" >&2; exit 1; }
 mapfile -t sources < <(find backends/cpu/setup.py backends/cpu/csrc -type f 2>/dev/null | sort)
 run_inputs=(pyproject.toml backends/cpu/pyproject.toml tools/install.sh "${sources[@]}")
 compiler=$(command -v "${CXX:-c++}" || command -v g++ || echo none)
-key_of() { { echo "$torch $compiler"; sha256sum "$@"; } | sha256sum | cut -d' ' -f1; }
+key_of() { { echo "$torch $compiler ${OARLOCK_CPU_KERNELS:-}"; sha256sum "$@"; } | sha256sum | cut -d' ' -f1; }
 run_key=$(key_of "${run_inputs[@]}")
 test_key=$(key_of "${run_inputs[@]}" plugins/*/pyproject.toml)
 is_stamped() { [ -f "$venv/.installed-$1" ] && [ "$(cat "$venv/.installed-$1")" = "$2" ]; }
@@ -59,7 +59,7 @@ if [ "$what" = test ]; then
   done
 fi
 echo "installing oarlock"
-[ "$compiler" != none ] || echo "no C++ compiler: the cpu device computes with plain torch, several times slower; install g++ and run make install again"
+[ "$compiler" != none ] || [ "${OARLOCK_CPU_KERNELS:-}" = 0 ] || echo "no C++ compiler: the cpu device computes with plain torch, several times slower; install g++ and run make install again"
 "${pip[@]}" --no-build-isolation "${packages[@]}"
 # What tests need includes all that serving needs.
 echo "$run_key" >"$venv/.installed-run"

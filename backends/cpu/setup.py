@@ -55,6 +55,7 @@ class BuildKernels(build_ext):
         if missing:
             if WANTED == "1":
                 raise SystemExit(f"oarlock-cpu: {missing}, and OARLOCK_CPU_KERNELS=1 asks for the kernels")
+            self._forget(ext)
             print(f"oarlock-cpu: {missing}; installing without kernels: plain torch serves", file=sys.stderr)
             return
         folder = torch_folder()
@@ -69,6 +70,12 @@ class BuildKernels(build_ext):
         # torch's libraries are in the process before this one is loaded: no run path is needed.
         libraries = ["-L", str(folder / "lib"), "-ltorch_cpu", "-lc10", "-lpthread"]
         self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), extra_postargs=libraries, target_lang="c++")
+
+    def _forget(self, ext: Extension) -> None:
+        """Remove what an earlier build left, which setuptools would install; beside the sources only where kernels are not wanted."""
+        name = self.get_ext_filename(ext.name)
+        for path in (self.get_ext_fullpath(ext.name), Path(self.build_lib, name), *([name] if WANTED == "0" else [])):
+            Path(path).unlink(missing_ok=True)
 
     def get_outputs(self) -> list[str]:
         """Only what was built: without a compiler there is nothing to install."""

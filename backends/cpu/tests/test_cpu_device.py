@@ -6,6 +6,7 @@ import ast
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -228,9 +229,14 @@ def test_a_library_that_does_not_load_is_a_reason_not_a_crash(tmp_path):
 
 @pytest.mark.parametrize("reason", ["there is no C++ compiler", "OARLOCK_CPU_KERNELS=0"])
 def test_building_without_a_compiler_succeeds(tmp_path, reason):
-    """A wheel is made all the same; it holds the Python files and no library."""
+    """A wheel is made all the same; it holds the Python files and no library, not even that of an earlier build."""
     source = tmp_path / "source"
     shutil.copytree(PACKAGE.parent, source, ignore=shutil.ignore_patterns("*.so", "__pycache__", "build", "*.egg-info", "tests"))
+    platform = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    stale = [source / "oarlock_cpu/_C.abi3.so", source / f"build/lib.{platform}/oarlock_cpu/_C.abi3.so"]
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"from an earlier build")
     env = {"CXX": "no-such-compiler", "CC": "no-such-compiler"} if "compiler" in reason else {"OARLOCK_CPU_KERNELS": "0"}
     import os
 
@@ -243,6 +249,7 @@ def test_building_without_a_compiler_succeeds(tmp_path, reason):
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "oarlock_cpu/plugin.py" in names and not any(n.endswith(".so") for n in names)
+    assert not stale[1].exists() and stale[0].exists() == ("compiler" in reason)  # beside the sources an editable install loads it
 
 
 @pytest.mark.kernels
