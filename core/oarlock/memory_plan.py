@@ -1,16 +1,18 @@
 """The memory plan: how many KV blocks there are, computed from measured bytes before anything large is allocated.
 
-Owns: `plan_memory`, the printed table, what the host has left (cgroup limits included).
-Reads: `errors`, `kv_spec`, `model_summary`.
+Owns: `plan_worker`, `plan_memory`, the printed table, what the host has left (cgroup limits included).
+Reads: `config`, `errors`, `kv_spec`, `model_summary`.
 Never: allocates; asks a device (the caller measures).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from oarlock.config.resolve import token_budget
+from oarlock.config.sections import EngineConfig
 from oarlock.errors import ConfigError
 from oarlock.kv_spec import KVGroup
 from oarlock.model_summary import ModelSummary
@@ -51,6 +53,38 @@ class MemoryPlan:
         return "\n".join(["memory plan", *lines, f"  limit: {self.limit}"])
 
 
+def plan_worker(needs: MemoryNeeds, config: EngineConfig, summary: ModelSummary, *, item_bytes: int, default_swap_bytes: int) -> MemoryPlan:
+    """The plan of one worker under this configuration, before or after its weights are loaded.
+
+    `needs`: the device and the model as they are. The activations, and one rank's part where all ranks share the host's memory, are
+    worked out here. `item_bytes`: one value of the model's dtype.
+
+    Raises:
+        ConfigError: as `plan_memory`.
+    """
+    cache, s = config.cache, config.scheduler
+    budget = token_budget(s, summary.max_model_len)
+    shared = config.parallel.tensor_parallel_size if needs.host_is_device else 1
+    needs = replace(
+        needs,
+        activation_bytes=activation_bytes(summary, budget, s.max_num_seqs, item_bytes),
+        available_bytes=needs.available_bytes // shared,
+        total_bytes=needs.total_bytes // shared,
+    )
+    return plan_memory(
+        needs,
+        max_num_seqs=s.max_num_seqs,
+        max_model_len=summary.max_model_len,
+        fit_model_len=config.model.max_model_len == -1,
+        chunk_tokens=min(budget, summary.max_model_len),
+        step_tokens=budget * s.max_in_flight,
+        num_blocks_override=cache.num_blocks_override,
+        kv_cache_bytes=cache.kv_cache_bytes,
+        utilization=cache.device_memory_utilization,
+        swap_bytes=default_swap_bytes if cache.swap_space_bytes is None else cache.swap_space_bytes,
+    )
+
+
 def plan_memory(
     needs: MemoryNeeds,
     *,
@@ -58,6 +92,7 @@ def plan_memory(
     max_model_len: int,
     fit_model_len: bool = False,
     chunk_tokens: int = 0,
+    step_tokens: int | None = None,
     num_blocks_override: int | None = None,
     kv_cache_bytes: int | None = None,
     utilization: float | None = None,
@@ -66,14 +101,18 @@ def plan_memory(
     """Divide the memory.
 
     `fit_model_len`: lower `max_model_len` to what fits instead of failing (`--max-model-len auto`).
-    `chunk_tokens`: most new tokens of one request in a step; a window group holds them beside the window.
+    `chunk_tokens`: most new tokens of one request in a step; a window group holds them beside the window. `step_tokens`: most new tokens
+    of all requests together that are under way; None: `chunk_tokens` of each.
     `num_blocks_override` counts usable blocks and may be smaller than one longest request needs: requests that can never
     fit are then refused one by one.
 
     Raises:
         ConfigError: one request of `max_model_len` does not fit; says needed, available and the largest length that fits.
     """
-    kv_bytes, limit = _kv_budget(needs, max_num_seqs, max_model_len, chunk_tokens, kv_cache_bytes, utilization)
+    wanted = _most_blocks(needs, max_num_seqs, max_model_len, chunk_tokens, step_tokens)
+    kv_bytes, limit = _kv_budget(needs, (wanted + 1) * needs.bytes_per_block, kv_cache_bytes, utilization)
+    if limit is None:
+        limit = f"{max_num_seqs} sequences of {max_model_len} tokens need no more"
     if num_blocks_override is not None:
         num_blocks, limit = num_blocks_override + 1, f"--num-blocks-override {num_blocks_override}"
         _require_room(needs, num_blocks * needs.bytes_per_block, limit)
@@ -111,10 +150,8 @@ def activation_bytes(summary: ModelSummary, budget: int, max_num_seqs: int, item
     return budget * width * item + min(max_num_seqs, budget, 64) * summary.vocab_size * 4 * 8 + histories
 
 
-def _kv_budget(
-    needs: MemoryNeeds, max_num_seqs: int, max_model_len: int, chunk_tokens: int, kv_cache_bytes: int | None, utilization: float | None
-) -> tuple[int, str]:
-    """(bytes for the KV cache, what bounds them)."""
+def _kv_budget(needs: MemoryNeeds, wanted: int, kv_cache_bytes: int | None, utilization: float | None) -> tuple[int, str | None]:
+    """(bytes for the KV cache, what bounds them). None: that nobody could use more than `wanted` bytes."""
     loaded = needs.weights_bytes + needs.activation_bytes + needs.program_bytes
     if kv_cache_bytes is not None:
         limit = f"--kv-cache-memory {gib(kv_cache_bytes)}"
@@ -123,9 +160,8 @@ def _kv_budget(
     left = needs.available_bytes - loaded
     if needs.host_is_device and utilization is None:
         share = int(max(left, 0) * HOST_KV_SHARE)
-        wanted = (max_num_seqs * _blocks_for(needs, max_model_len, chunk_tokens) + 1) * needs.bytes_per_block
         if wanted <= share:
-            return wanted, f"{max_num_seqs} sequences of {max_model_len} tokens need no more"
+            return wanted, None
         return share, f"{HOST_KV_SHARE:.0%} of the {gib(max(left, 0))} that the weights and activations leave"
     fraction = DEFAULT_UTILIZATION if utilization is None else utilization
     used_by_others = needs.total_bytes - needs.available_bytes
@@ -139,15 +175,27 @@ def _require_room(needs: MemoryNeeds, kv_bytes: int, limit: str) -> None:
         raise ConfigError(f"{limit} takes {gib(kv_bytes)}, but weights and activations leave {gib(max(left, 0))} of {gib(needs.available_bytes)}; ask for less")
 
 
+def _most_blocks(needs: MemoryNeeds, max_num_seqs: int, length: int, chunk_tokens: int, step_tokens: int | None) -> int:
+    """Blocks that so many requests of `length` tokens hold at most at one time.
+
+    Each keeps its window, and beside it what of its own is under way. Beyond a block for each, that is shared: `step_tokens` in all.
+    """
+    alone = max_num_seqs * _blocks_for(needs, length, chunk_tokens)
+    if step_tokens is None:
+        return alone
+    beside = sum(-(-step_tokens // needs.block_size) for group in needs.groups if group.window is not None)
+    return min(alone, max_num_seqs * _blocks_for(needs, length, needs.block_size) + beside)
+
+
 def _blocks_for(needs: MemoryNeeds, length: int, chunk_tokens: int) -> int:
-    """Blocks that one request of `length` tokens holds at most, over all groups."""
+    """Blocks that one request of `length` tokens holds at most, over all groups: as `KVCacheManager.blocks_at_once`."""
     whole = -(-length // needs.block_size)
     if not needs.groups:
         return whole
     count = 0
     for group in needs.groups:
-        # A window may begin and end inside a block: one block more than its length divides into.
-        kept = whole if group.window is None else -(-(group.window + chunk_tokens) // needs.block_size) + 1
+        # The first new token sees window - 1 before it; those and the chunk may begin and end inside a block.
+        kept = whole if group.window is None else -(-(group.window - 2 + max(chunk_tokens, 1)) // needs.block_size) + 1
         count += min(whole, kept)
     return count
 
@@ -174,7 +222,9 @@ def _too_small(needs: MemoryNeeds, needed: int, kv_bytes: int, limit: str, max_m
 
 
 def gib(size: int) -> str:
-    """A size for people: 1.50 GiB, 12.0 MiB."""
+    """A size for people: 1.50 GiB, 12.0 MiB, 3.0 KiB."""
+    if 0 < abs(size) < 2**20 // 10:
+        return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 

@@ -19,7 +19,9 @@ from oarlock.messages import EngineRequest
 from oarlock.model_summary import load_summary
 from oarlock.plugins import hook_calls
 from oarlock.runtime.model_runner import ModelRunner
+from oarlock.runtime.worker import Worker
 from oarlock.sampling_params import SamplingParams
+from oarlock.shapes import BucketTable
 from oarlock_sim import counters
 from tiny_model import make_tiny_model
 
@@ -256,7 +258,22 @@ def test_a_model_too_large_for_the_simulated_memory_is_refused_with_numbers(laun
     from oarlock_sim.tensor import MEMORY
 
     try:  # room for the least that such a model can have, which is looked at first, and not for this one
-        with pytest.raises((OarlockError, torch.OutOfMemoryError), match=r"\d+ bytes wanted"):
+        with pytest.raises(OarlockError, match=r"of 0\.4 MiB\); not even one block of 6\.0 KiB fits beside weights and activations of 0\.7 MiB"):
             launch("sim-eager", sim_memory=0.0004)
     finally:
         MEMORY.total_bytes = oarlock_sim.MEMORY_BYTES
+
+
+def test_buckets_follow_the_context_that_all_ranks_agreed_on(checkpoint):
+    """This rank's memory holds 256 tokens, another's only 64: after the start nothing wider may be waited for, or compiled."""
+    config = from_kwargs(str(checkpoint), device="sim-static", dtype="float32", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=48).engine
+    factory = next(d.factory for d in oarlock_sim.devices() if d.name == "sim-static")
+    worker = Worker(config, load_summary(config.model), "sim-static", factory)
+    try:
+        worker.prepare()
+        ready = worker.load()
+        worker.start(ready.num_blocks, 0, 64)
+        agreed = BucketTable(**worker.device.buckets(8, 48, -(-64 // ready.block_size)))
+        assert worker.runner.policy.table == worker.buckets == agreed != ready.buckets
+    finally:
+        worker.close()

@@ -76,7 +76,10 @@ def logits(tiny: Tiny, comm: Communicator, loaded: dict[str, int] | None = None)
     summary, ops = load_summary(config), bind_ops([], "float32")
     model, specs = build_model(summary, ops, comm, lambda params, kind: ReferenceAttention(BLOCK, torch.float32, params), BLOCK, torch.float32)
     with open_checkpoint(summary, config) as source:
-        weights = WeightLoader(source, Host(), torch.float32, comm.rank, comm.size, {}).load(specs)
+        loader = WeightLoader(source, Host(), torch.float32, comm.rank, comm.size, {})
+        measured = loader.measure(specs)
+        weights = loader.load(specs)
+    assert sum(measured.values()) == loader.bytes, "the plan is made from other sizes than those that are loaded"
     weights.setdefault("lm_head", weights["embed"])
     weights["rope"] = model.tables(64)
     if loaded is not None:

@@ -1,13 +1,17 @@
-"""A device that is full says what did not fit and what can be done."""
+"""A worker's memory: planned and said before anything is read, and what a device that is full says."""
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
-from oarlock.errors import OutOfDeviceMemory
+from oarlock.errors import ConfigError, OutOfDeviceMemory, WeightMismatch
+from oarlock.runtime.loader.names import Renamed
+from oarlock.runtime.weights import WeightLoader
 from oarlock.runtime.worker import Worker
+from running import run
 
 
 def test_a_full_device_names_itself_what_did_not_fit_and_the_remedies():
@@ -22,3 +26,48 @@ def test_other_faults_of_a_start_stay_what_they_are():
     worker = SimpleNamespace(device=SimpleNamespace(describe=lambda: "a toy"))
     with pytest.raises(ZeroDivisionError), Worker._naming_memory(worker, "the weights"):  # type: ignore[arg-type]
         raise ZeroDivisionError
+
+
+def test_memory_is_planned_and_said_before_a_tensor_is_read(checkpoint, monkeypatch, caplog):
+    tiny = checkpoint("llama")
+    said_before_read = []
+    read = WeightLoader._read
+
+    def watched(self, *args):
+        said_before_read.append("memory plan" in caplog.text)
+        return read(self, *args)
+
+    monkeypatch.setattr(WeightLoader, "_read", watched)
+    with caplog.at_level(logging.INFO, "oarlock"):
+        run(tiny, tiny.prompts(3), new_tokens=2)
+    assert said_before_read and all(said_before_read)
+    assert caplog.text.count("memory plan") == 1
+
+
+def test_plan_that_cannot_be_is_refused_before_a_tensor_is_read(checkpoint, monkeypatch):
+    def never(self, *args):
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(WeightLoader, "_read", never)
+    with pytest.raises(ConfigError, match="--max-model-len 256 needs .* is the largest that fits"):
+        run(checkpoint("llama"), [[1, 2]], kv_cache_memory="64KiB")
+
+
+def test_leftover_tensor_is_refused_before_one_is_read(checkpoint, monkeypatch):
+    monkeypatch.setattr(WeightLoader, "_read", lambda self, *args: pytest.fail("a weight was read"))
+    monkeypatch.setattr(Renamed, "names", lambda self, names=Renamed.names: {*names(self), "left.over"})
+    with pytest.raises(WeightMismatch, match=r"belong nowhere.*left\.over"):
+        run(checkpoint("llama"), [[1, 2]])
+
+
+def test_weights_that_take_more_than_their_shapes_say_leave_less_to_the_cache():
+    """Packing pads them, say. A second plan, from what the device measures."""
+    worker = Worker.__new__(Worker)
+    plans: list[dict[str, int]] = []
+    worker.rank, worker.plan = 0, SimpleNamespace(rows=[("weights", 100, "")])
+    worker._plan = lambda free, total, weights: plans.append(weights) or worker.plan
+    for host, left, expected in ((False, 900, []), (False, 850, [150]), (True, 850, [])):
+        plans.clear()
+        worker.device = SimpleNamespace(memory_info=lambda left=left: (left, 2000), capabilities=SimpleNamespace(host_is_device=host))
+        Worker._check_plan(worker, 1000, 2000)
+        assert [sum(p.values()) for p in plans] == expected

@@ -250,7 +250,7 @@ def test_plan_reads_a_real_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("oarlock.engine.launch.installed", lambda: found)
     assert main.main(["plan", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "LlamaForCausalLM, 2 layers, float32, context 256" in text and "weights                0.0 MiB" in text
+    assert "LlamaForCausalLM, 2 layers, float32, context 256" in text and "weights                4.0 KiB" in text
     assert main.main(["plan", str(tmp_path), "--kv-cache-memory", "1KiB"]) == 2
     assert "KV cache is too small" in capsys.readouterr().err
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oarlock.config.sections import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from oarlock.errors import ConfigError
+from oarlock.kv.manager import KVCacheManager
 from oarlock.kv_spec import KVGroup
-from oarlock.memory_plan import MemoryNeeds, activation_bytes, available_host_bytes, plan_memory, total_host_bytes
+from oarlock.memory_plan import MemoryNeeds, activation_bytes, available_host_bytes, plan_memory, plan_worker, total_host_bytes
 from toy_frontend import SUMMARY
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -91,10 +93,48 @@ def test_a_length_left_to_the_memory_follows_it() -> None:
 def test_window_groups_hold_only_their_window_and_chunk() -> None:
     full, window = KVGroup(0, "full", None, (0,)), KVGroup(1, "window", 32, (1,))
     needs = replace(HOST, groups=(full, window))
-    # 2048 tokens: 128 blocks in the full group; (32 + 16) / 16 + 1 = 4 in the window group.
+    # 2048 tokens: 128 blocks in the full group; 31 + 16 tokens, wherever they begin, in 4 of the window group.
     assert plan(needs, kv_cache_bytes=133 * MIB, chunk_tokens=16).num_blocks == 133
     with pytest.raises(ConfigError, match="needs 133.0 MiB"):
         plan(needs, kv_cache_bytes=132 * MIB, chunk_tokens=16)
+
+
+WINDOWED = (KVGroup(0, "full", None, (0,)), KVGroup(1, "window", 500, (1,)), KVGroup(2, "window", 7, (2,)))
+
+
+def test_chunks_under_way_count_once_for_all_sequences() -> None:
+    """64 windows of 500 tokens beside steps of 2048: a chunk for each sequence would be 128 blocks for each."""
+    needs = replace(HOST, groups=WINDOWED[1:2], available_bytes=900 * GIB)
+    each = plan(needs, max_num_seqs=64, max_model_len=8192, chunk_tokens=2048).num_blocks
+    once = plan(needs, max_num_seqs=64, max_model_len=8192, chunk_tokens=2048, step_tokens=2048).num_blocks
+    assert (each, once) == (64 * 161 + 1, 64 * 34 + 128 + 1)
+    assert plan(needs, max_num_seqs=1, max_model_len=8192, chunk_tokens=2048, step_tokens=2048).num_blocks == 161 + 1
+
+
+@given(
+    length=st.integers(1, 3000), size=st.sampled_from([1, 4, 16]), chunks=st.lists(st.integers(1, 400), min_size=1, max_size=40), slack=st.integers(0, 50)
+)
+def test_what_sequences_need_is_what_the_manager_keeps(length: int, size: int, chunks: list[int], slack: int) -> None:
+    """However the tokens under way are spread over the sequences; and one sequence alone to the block."""
+    manager = KVCacheManager(WINDOWED, 9, size, enable_prefix_caching=False)
+    needs = replace(HOST, groups=WINDOWED, block_size=size, bytes_per_block=1, weights_bytes=0, activation_bytes=0)
+    settings = {"max_model_len": length, "chunk_tokens": max(chunks), "step_tokens": sum(chunks) + slack}
+    assert plan(needs, max_num_seqs=1, **{**settings, "step_tokens": None}).num_blocks - 1 == manager.blocks_at_once(length, max(chunks))
+    wanted = plan(needs, max_num_seqs=len(chunks), **settings).num_blocks - 1
+    assert wanted >= sum(manager.blocks_at_once(length, chunk) for chunk in chunks)
+
+
+def test_one_plan_for_whoever_asks() -> None:
+    """The configuration's fields, one rank's part of a host's memory, and the activations."""
+    config = EngineConfig(
+        ModelConfig("m"), cache=CacheConfig(swap_space_bytes=3 * MIB), scheduler=SchedulerConfig(max_num_seqs=4), parallel=ParallelConfig(tensor_parallel_size=2)
+    )
+    made = plan_worker(replace(HOST, activation_bytes=0), config, SUMMARY, item_bytes=4, default_swap_bytes=0)
+    sizes = {what: size for what, size, _ in made.rows}
+    assert sizes["available"] == HOST.available_bytes // 2
+    assert sizes["activations"] == activation_bytes(SUMMARY, 2048, 4, 4)
+    assert made.num_host_blocks == 3 and f"4 sequences of {SUMMARY.max_model_len}" in made.limit
+    assert plan_worker(HOST, replace(config, cache=CacheConfig()), SUMMARY, item_bytes=4, default_swap_bytes=5 * MIB).num_host_blocks == 5
 
 
 def test_swap_space_becomes_host_blocks_and_every_part_is_a_row() -> None:

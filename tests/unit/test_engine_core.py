@@ -69,6 +69,17 @@ def test_ranks_that_differ_are_refused_by_name(name):
         core(READY, replace(READY, **{name: other[name]}))
 
 
+def test_ranks_whose_memory_gives_other_contexts_agree_on_the_shortest():
+    """Buckets follow the context, so only those of the ranks that have the agreed one are compared."""
+    long, short = replace(READY, buckets=replace(BUCKETS, blocks=(16, 32))), replace(READY, buckets=BUCKETS, max_model_len=48)
+    for ranks in ((long, short, long), (short, long), (long, short, short)):
+        made = core(*ranks)
+        assert made.executor.started == (9, 5, 48) and made.info.max_model_len == 48
+        assert made.scheduler._policy.table == BUCKETS
+    with pytest.raises(ConfigError, match="rank 2 differs from rank 1 in buckets"):
+        core(long, short, replace(short, buckets=long.buckets))
+
+
 def test_longest_request_is_the_schedulers():
     """8 usable blocks of 4 tokens, and the last token's KV is not needed."""
     assert core(READY).info.max_prompt_tokens == 33

@@ -16,7 +16,6 @@ from oarlock.config.sections import EngineConfig
 from oarlock.errors import ConfigError, EngineDead, WorkerDied
 from oarlock.executor.base import Executor, Pending
 from oarlock.kv.manager import KVCacheManager
-from oarlock.memory_plan import gib
 from oarlock.messages import Abort, EngineInfo, EngineOutput, EngineOutputs, EngineRequest, SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
 from oarlock.scheduler.scheduler import Scheduler
@@ -41,21 +40,22 @@ class EngineCore:
 
     # ------------------------------------------------------------ start
     def _handshake(self) -> WorkerReady:
-        """Load on every rank, require equal answers, take the smallest memory."""
+        """Load on every rank, require equal answers, take the smallest memory and the shortest context."""
         answers = self.executor.load()
-        first = answers[0]
-        for rank, other in enumerate(answers[1:], 1):
+        first = min(range(len(answers)), key=lambda rank: answers[rank].max_model_len)
+        agreed = answers[first]
+        for rank, other in enumerate(answers):
             for name in MUST_AGREE:
-                if getattr(other, name) != getattr(first, name):
-                    raise ConfigError(f"rank {rank} differs from rank 0 in {name}: {getattr(other, name)} against {getattr(first, name)}")
+                if name == "buckets" and other.max_model_len != agreed.max_model_len:
+                    continue  # derived from the rank's own context; `start` derives them from the agreed one
+                if getattr(other, name) != getattr(agreed, name):
+                    raise ConfigError(f"rank {rank} differs from rank {first} in {name}: {getattr(other, name)} against {getattr(agreed, name)}")
         ready = replace(
-            first,
+            agreed,
             num_blocks=min(a.num_blocks for a in answers),
             num_host_blocks=min(a.num_host_blocks for a in answers),
-            max_model_len=min(a.max_model_len for a in answers),
         )
-        for what, size, note in ready.memory_plan:
-            log.info("memory plan: %-14s %11s  %s", what, gib(size) if size else "", note)
+        log.info("KV cache: %d blocks of %d tokens; context %d tokens", ready.num_blocks - 1, ready.block_size, ready.max_model_len)
         warmup_s, programs = self.executor.start(ready.num_blocks, ready.num_host_blocks, ready.max_model_len)
         return replace(ready, warmup_s=warmup_s, num_programs=programs)
 

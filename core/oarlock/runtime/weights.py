@@ -24,6 +24,9 @@ IGNORED = (
 )  # fmt: skip
 
 
+Read = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]  # (name, shape, dtype) -> a tensor as the checkpoint keeps it
+
+
 class Source(Protocol):
     """The part of a checkpoint that loading needs."""
 
@@ -54,7 +57,6 @@ class WeightLoader:
 
     def __init__(self, source: Source, device: Device, dtype: torch.dtype, rank: int, size: int, prepare: dict[str, Callable[[torch.Tensor], Any]]) -> None:
         self.source, self.device, self.dtype, self.rank, self.size, self.prepare = source, device, dtype, rank, size, prepare
-        self.used: set[str] = set()
         self.bytes = 0
 
     def load(self, specs: Iterable[WeightSpec], progress: Callable[[Iterable[WeightSpec]], Iterable[WeightSpec]] = lambda s: s) -> dict[str, Any]:
@@ -63,23 +65,47 @@ class WeightLoader:
         Raises:
             WeightMismatch: a tensor is missing, has the wrong shape, or is left over; the message names it.
         """
-        names, tree = self.source.names(), {}
-        for spec in progress(specs):
+        tree: dict[str, Any] = {}
+        for spec in progress(self.wanted(specs)):
+            whole = self._whole(spec, self._read)
+            self.bytes += whole.numel() * whole.element_size()
+            placed = self.device.place(".".join(map(str, spec.path)), whole, spec.shard)
+            prepare = self.prepare.get(spec.kind)
+            _put(tree, spec.path, prepare(placed) if prepare is not None and placed.dim() == 2 else placed)
+        return tree
+
+    def measure(self, specs: Iterable[WeightSpec]) -> dict[str, int]:
+        """Bytes of what `load` would place, by the first part of the path; nothing is read. Raises WeightMismatch as `load`."""
+        found: dict[str, int] = {}
+        for spec in self.wanted(specs):
+            whole = self._whole(spec, lambda name, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
+            found[str(spec.path[0])] = found.get(str(spec.path[0]), 0) + whole.numel() * whole.element_size()
+        return found
+
+    def wanted(self, specs: Iterable[WeightSpec]) -> list[WeightSpec]:
+        """Those that the checkpoint has. Raises WeightMismatch for one that must be there, and for tensors that nothing wants."""
+        names, found, used = self.source.names(), [], set()
+        for spec in specs:
             missing = [s for s in spec.sources if s not in names]
             if (missing or self.source.is_dummy) and spec.optional:
                 continue
             if missing and not self.source.is_dummy:
                 near = ", ".join(sorted(n for n in names if n.split(".")[-2:] == missing[0].split(".")[-2:])[:3])
                 raise WeightMismatch(f"the checkpoint lacks {missing[0]}, needed for {'.'.join(map(str, spec.path))}" + (f"; it has {near}" if near else ""))
-            _put(tree, spec.path, self._make(spec))
-        left = sorted(n for n in names - self.used if not n.endswith(IGNORED))
+            found.append(spec)
+            used.update(spec.sources)
+        left = sorted(n for n in names - used if not n.endswith(IGNORED))
         if left:
             raise WeightMismatch(f"{len(left)} tensors of the checkpoint belong nowhere in this model, the first is {left[0]}")
-        return tree
+        return found
 
-    def _make(self, spec: WeightSpec) -> Any:
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.source.get_shaped(name, shape, dtype) if self.source.is_dummy else self.source.get(name, dtype)
+
+    def _whole(self, spec: WeightSpec, read: Read) -> torch.Tensor:
+        """This rank's part of a weight, contiguous."""
         try:
-            parts = [self._part(spec, at, name) for at, name in enumerate(spec.sources)]
+            parts = [self._part(spec, at, name, read) for at, name in enumerate(spec.sources)]
             if spec.stack:
                 n = spec.stack_parts
                 whole = torch.stack([torch.cat(parts[i : i + n]) for i in range(0, len(parts), n)])
@@ -87,17 +113,12 @@ class WeightLoader:
                 whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         except (RuntimeError, WeightMismatch) as error:
             raise WeightMismatch(f"{' + '.join(spec.sources)}: {error}") from error
-        self.used.update(spec.sources)
-        whole = whole.contiguous()
-        self.bytes += whole.numel() * whole.element_size()
-        placed = self.device.place(".".join(map(str, spec.path)), whole, spec.shard)
-        prepare = self.prepare.get(spec.kind)
-        return prepare(placed) if prepare is not None and placed.dim() == 2 else placed
+        return whole.contiguous()
 
-    def _part(self, spec: WeightSpec, at: int, name: str) -> torch.Tensor:
+    def _part(self, spec: WeightSpec, at: int, name: str, read: Read) -> torch.Tensor:
         dtype = getattr(torch, spec.dtype) if spec.dtype else self.dtype
         shape = spec.shapes[at]
-        tensor = self.source.get_shaped(name, shape, dtype) if self.source.is_dummy else self.source.get(name, dtype)
+        tensor = read(name, shape, dtype)
         if not tensor.is_floating_point():
             raise WeightMismatch(f"holds {tensor.dtype}, a floating point tensor was expected")
         if tuple(tensor.shape) != shape:

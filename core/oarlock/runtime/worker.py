@@ -32,11 +32,12 @@ from oarlock.config.device_rules import check_device, notes_for
 from oarlock.config.resolve import token_budget
 from oarlock.config.sections import EngineConfig
 from oarlock.errors import ConfigError, OutOfDeviceMemory, PluginError, UnsupportedByBackend
-from oarlock.memory_plan import MemoryNeeds, MemoryPlan, activation_bytes, plan_memory
+from oarlock.memory_plan import MemoryNeeds, MemoryPlan, gib, plan_worker
 from oarlock.messages import SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
 from oarlock.plugins import collect, worker_plugins
 from oarlock.runtime.choice import best, choose_attention, choose_graph_runner, choose_ops
+from oarlock.runtime.layers.spec import WeightSpec
 from oarlock.runtime.loader import open_checkpoint, progress
 from oarlock.runtime.model_runner import ModelRunner, RunnerLimits
 from oarlock.runtime.models import FAMILIES, build_model
@@ -90,18 +91,25 @@ class Worker:
             self._choose_parts()
 
     def load(self) -> WorkerReady:
-        """Load the model and plan the memory, after `prepare`.
+        """Plan the memory, say so, and load the model, after `prepare`.
 
         Raises:
-            ConfigError, ModelError, UnsupportedByBackend, PluginError: what cannot be honoured, and why.
+            ConfigError, ModelError, UnsupportedByBackend, PluginError: what cannot be honoured, and why. Before anything large is read.
             OutOfDeviceMemory: the weights do not fit.
         """
         started = time.monotonic()
         with self.device.context(), torch.no_grad(), self._naming_memory("loading the weights"):
             free, total = self._memory()
-            self._build()
-            self.plan = self._plan(free, total)
-        caps, self.buckets = self.device.capabilities, self._buckets()
+            specs = self._build()
+            checkpoint = open_checkpoint(self.summary, self.config.model)
+            try:
+                loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare)
+                self.plan = self._plan(free, total, {**loader.measure(specs), "rope": self._table_bytes()})
+                self._load(loader, specs)
+            finally:
+                checkpoint.close()
+            self._check_plan(free, total)
+        caps, self.buckets = self.device.capabilities, self._buckets(self.plan.max_model_len)
         return WorkerReady(
             capabilities=caps,
             kv_groups=self.model.groups,
@@ -153,25 +161,25 @@ class Worker:
         made, self.attention_name, self.attention_rejected = choose_attention(records, self.device, params, kind, self.dtype_name, self.block_size)
         return made
 
-    def _build(self) -> None:
-        """Model and weights."""
+    def _build(self) -> list[WeightSpec]:
+        """The model without weights; what weights it wants."""
         family = extensions.find("model", self.summary.architecture, self.device_name, own=self.summary.architecture in FAMILIES)
         given = extensions.load(family) if family is not None else None
         self.model, specs = build_model(
             self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype, given, remote_code=self.config.model.trust_remote_code
         )
-        checkpoint = open_checkpoint(self.summary, self.config.model)
-        try:
-            loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare)
-            self.weights = loader.load(specs, lambda s: progress(s, "loading weights", self.rank))
-            self.weight_bytes = loader.bytes
-        finally:
-            checkpoint.close()
+        return specs
+
+    def _table_bytes(self) -> int:
+        with torch.device("meta"):  # shapes only
+            return sum(table.nbytes for table in self.model.tables(self.summary.max_model_len).values())
+
+    def _load(self, loader: WeightLoader, specs: list[WeightSpec]) -> None:
+        self.weights = loader.load(specs, lambda s: progress(s, "loading weights", self.rank))
         if "lm_head" not in self.weights and "embed" in self.weights:
             tied = self.weights["embed"]["weight"]
             prepare = self.ops.prepare.get("lm_head")
             self.weights["lm_head"] = {"weight": prepare(tied) if prepare else tied}
-            self.weight_bytes += tied.numel() * tied.element_size() if prepare else 0
         tables = self.model.tables(self.summary.max_model_len)
         self.weights["rope"] = {name: self.device.place(f"rope.{name}", table, "none") for name, table in tables.items()}
 
@@ -194,48 +202,53 @@ class Worker:
                 "or lower --device-memory-utilization, --max-num-seqs or --max-num-batched-tokens"
             ) from error
 
-    def _buckets(self) -> BucketTable:
+    def _buckets(self, max_model_len: int) -> BucketTable:
         caps, s = self.device.capabilities, self.config.scheduler
-        longest = -(-self.plan.max_model_len // self.block_size)
-        found = self.device.buckets(s.max_num_seqs, token_budget(s, self.plan.max_model_len), longest)
+        longest = -(-max_model_len // self.block_size)
+        found = self.device.buckets(s.max_num_seqs, token_budget(s, max_model_len), longest)
         if not caps.dynamic_shapes and not found:
             raise PluginError(f"{self.device_name} declares dynamic_shapes=False and gives no buckets()")
         return BucketTable(**found)
 
-    def _plan(self, free: int, total: int) -> MemoryPlan:
-        cache, s, caps = self.config.cache, self.config.scheduler, self.device.capabilities
-        budget = token_budget(s, self.summary.max_model_len)
-        item = torch.empty((), dtype=self.dtype).element_size()
+    def _plan(self, free: int, total: int, weights: dict[str, int]) -> MemoryPlan:
+        """The plan for weights, and tables beside them, of so many bytes. Rank 0 logs it."""
+        caps, item = self.device.capabilities, self.dtype.itemsize
+        tied = 0 if "lm_head" in weights or "lm_head" not in self.ops.prepare else weights.get("embed", 0)  # the head's own copy
         shapes = self.model.attentions[0].kv_layout(2)
         per_tensor = sum(torch.Size(shape).numel() // 2 for shape in shapes) * item
         tensors = max(len(g.layers) for g in self.model.groups)
         needs = MemoryNeeds(
-            weights_bytes=self.weight_bytes,
-            activation_bytes=activation_bytes(self.summary, budget, s.max_num_seqs, item),
+            weights_bytes=sum(weights.values()) + tied,
+            activation_bytes=0,
             program_bytes=0,
             bytes_per_block=per_tensor * tensors,
             block_size=self.block_size,
-            available_bytes=free // (self.size if caps.host_is_device else 1),
-            total_bytes=total // (self.size if caps.host_is_device else 1),
+            available_bytes=free,
+            total_bytes=total,
             host_is_device=caps.host_is_device,
             groups=self.model.groups,
         )
-        swap = cache.swap_space_bytes if cache.swap_space_bytes is not None else caps.default_swap_bytes
-        return plan_memory(
-            needs,
-            max_num_seqs=s.max_num_seqs,
-            max_model_len=self.summary.max_model_len,
-            fit_model_len=self.config.model.max_model_len == -1,
-            chunk_tokens=min(budget, self.summary.max_model_len),
-            num_blocks_override=cache.num_blocks_override,
-            kv_cache_bytes=cache.kv_cache_bytes,
-            utilization=cache.device_memory_utilization,
-            swap_bytes=swap,
-        )
+        plan = plan_worker(needs, self.config, self.summary, item_bytes=item, default_swap_bytes=caps.default_swap_bytes)
+        if self.rank == 0:
+            log.info("%s", plan.table())
+        return plan
+
+    def _check_plan(self, free: int, total: int) -> None:
+        """Plan anew if the weights take more of a device than their shapes say, as packed ones may. A host's memory has other users.
+
+        Raises:
+            ConfigError: what is left holds no request.
+        """
+        used = free - self._memory()[0]
+        planned = next(size for what, size, _ in self.plan.rows if what == "weights")
+        if used > planned and not self.device.capabilities.host_is_device:
+            log.info("rank %d: the weights take %s, planned were %s", self.rank, gib(used), gib(planned))
+            self.plan = self._plan(free, total, {"lm_head": used})
 
     def start(self, num_blocks: int, num_host_blocks: int, max_model_len: int) -> tuple[float, int]:
         """Allocate the KV cache with the agreed sizes and warm up. Returns (seconds, programs). Raises OutOfDeviceMemory."""
         started = time.monotonic()
+        self.buckets = self._buckets(max_model_len)  # another rank's memory may have shortened the context
         limits = RunnerLimits(self.config.scheduler.max_num_seqs, max_model_len, num_blocks, num_host_blocks, self.config.model.max_logprobs)
         with self.device.context(), self._naming_memory(f"a KV cache of {num_blocks} blocks, and the largest step"):
             self.runner = ModelRunner(self.device, self.graph, self.model, self.weights, self.ops, ShapePolicy(self.buckets), limits, self.dtype)

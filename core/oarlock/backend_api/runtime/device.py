@@ -124,7 +124,8 @@ class Device(CheckedOverrides, abc.ABC):
         (one chunk), "blocks", "out_rows" (the last entry: prompt positions that are scored at once; decode_rows and chunk_rows
         together must fit). Every key that the axes multiply to is compiled at start-up, so keep them few. The scheduler cuts
         its steps to what fits.
-        Must be given where capabilities.dynamic_shapes is False. Called once, after activate().
+        Must be given where capabilities.dynamic_shapes is False. Called at start-up, after activate(), perhaps more than once: the same
+        arguments must give the same shapes, on every rank.
         """
         return {}
 
