@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from tied import tied
 from toy_server import refused, strict
 
 START_S = 120.0
@@ -54,7 +55,7 @@ class RealServer:
     def launch(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as out:
-            self.process = subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+            self.process = subprocess.Popen(tied(self._command), stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 
     @property
     def pid(self) -> int:

@@ -21,6 +21,7 @@ import httpx
 import pytest
 from openai import OpenAI
 from real_server import RealServer, free_port, wait_until
+from tied import tied
 
 CMP, CHT = "/v1/completions", "/v1/chat/completions"
 NULL = ("--device", "null")  # arithmetic instead of a model: where only the server's own part is looked at
@@ -241,7 +242,7 @@ def test_startup_errors_readable(tiny_model: Path, tmp_path: Path) -> None:
     steps: list[tuple[list[str], list[str]]] = [
         ([str(tiny_model), "--device", "none-such"], ["none-such", "cpu"]),
         ([str(strange)], ["NoSuchForCausalLM", "LlamaForCausalLM"]),
-        ([str(tiny_model), "--kv-cache-memory", "64KiB"], ["1.0 MiB", "0.1 MiB", "--max-model-len 112"]),
+        ([str(tiny_model), "--kv-cache-memory", "64KiB"], ["needs 1.0 MiB", "available are", "--max-model-len 112"]),
         ([str(tiny_model), "--max-modl-len", "100"], ["--max-modl-len", "--max-model-len"]),
         ([str(no_tokenizer), *NULL], ["tokenizer"]),
         ([str(truncated)], ["model.safetensors"]),
@@ -292,7 +293,7 @@ def test_the_module_entry_point_a_unix_socket_and_json_logs(tiny_model: Path, tm
     command = [sys.executable, "-m", "oarlock.entrypoints.openai.api_server", "--model", str(tiny_model), "--uds", str(path), "--log-json", *NULL]
     command += ["--served-model-name", "tiny", "--root-path", "/llm"]
     for attempt in range(2):  # the second run finds the socket file that a killed server leaves behind
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        process = subprocess.Popen(tied(command), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
         try:
             with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x", timeout=60) as http:
                 wait_until(lambda http=http: path.exists() and _status(http) == 200, 60)

@@ -16,6 +16,7 @@ from fake_server import FakeServer
 from oarlock.cli.answers import base_url
 from oarlock.cli.main import main
 from oarlock.cli.sse import EventReader, error_of_response, read_chunk
+from tied import tied
 
 
 class Terminal(io.StringIO):
@@ -121,7 +122,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program() -> None:
     with FakeServer(pieces=("word ",) * 300, gap_s=0.02) as server:
         leader, follower = pty.openpty()
         command = [sys.executable, "-m", "oarlock.cli.main", "chat", "--url", server.url]
-        process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True)
+        process = subprocess.Popen(tied(command), stdin=follower, stdout=follower, stderr=follower, start_new_session=True)
         os.close(follower)
         try:
             read_until(leader, b"> ")
