@@ -5,6 +5,7 @@ TORCH  ?= torch==2.13.0
 DEVICE ?= auto
 PORT   ?= 8000
 MODEL  ?=
+ARGS   ?=
 BIN    := $(VENV)/bin
 
 # One pytest run, cheapest first. Folders that do not exist yet are left out.
@@ -16,8 +17,8 @@ export VENV PYTHON TORCH
 
 help:
 	@echo "make install     make $(VENV) with everything that tests need; does nothing when nothing changed"
-	@echo "make serve       serve a small chat model: [MODEL=name|folder|file.gguf] [DEVICE=auto] [PORT=8000]"
-	@echo "make test        all tests but the long ones"
+	@echo "make serve       serve a small chat model: [MODEL=name|folder|file.gguf] [DEVICE=auto] [PORT=8000] [ARGS=\"--max-model-len 2048\"]"
+	@echo "make test        all tests but the long ones; about 12 minutes on two cores"
 	@echo "make test-full   all tests"
 	@echo "make bench       throughput and latency of the small chat model on this machine"
 	@echo "make lint        ruff and mypy"
@@ -29,7 +30,7 @@ serve:
 	@tools/install.sh run
 	@model="$(MODEL)"; name=; \
 	[ -n "$$model" ] || { model=$$($(BIN)/python tools/make_models.py --gguf-only smollm2) || exit 1; name="--served-model-name smollm2"; }; \
-	exec $(BIN)/oarlock serve "$$model" $$name --device "$(DEVICE)" --port "$(PORT)"
+	exec $(BIN)/oarlock serve "$$model" $$name --device "$(DEVICE)" --port "$(PORT)" $(ARGS)
 
 test: install
 	@$(BIN)/python -m pytest $(TESTS)

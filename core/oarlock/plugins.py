@@ -8,8 +8,10 @@ Never: imports a heavy module; calls a hook once serving has begun (`hook_calls(
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Sequence
@@ -25,6 +27,7 @@ from oarlock.device_choice import DeviceRow, Selection, choose
 from oarlock.errors import ApiVersionMismatch, PluginError
 from oarlock.hints import Hint, load_hints
 
+log = logging.getLogger("oarlock.plugins")
 DEVICE_GROUP = "oarlock.devices"
 PLUGIN_GROUP = "oarlock.plugins"
 PROBE_LIMIT_MS = 50.0
@@ -202,9 +205,15 @@ def select_device(name: str = "auto", catalogue: Catalogue | None = None) -> Sel
 
 
 def apply_environment(spec: DeviceSpec) -> None:
-    """Set the variables that the device wants before torch is imported, unless the user has set them."""
-    for key, value in spec.environment:
-        os.environ.setdefault(key, value)
+    """Set the variables that the device wants before torch is imported, unless the user has set them. Warns when it is too late."""
+    wanted = {key: value for key, value in spec.environment if key not in os.environ}
+    if wanted and "torch" in sys.modules:
+        shown = " ".join(f"{key}={value}" for key, value in wanted.items())
+        log.warning(
+            "torch was imported before %s could be set, so its threads may spin while they wait, and steps may take many times longer: "
+            "make the LLM before torch is imported, or set them in the environment", shown,
+        )  # fmt: skip
+    os.environ.update(wanted)
 
 
 # ---------------------------------------------------------------- hooks

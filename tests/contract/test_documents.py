@@ -131,6 +131,12 @@ def _exists(module: str, name: str) -> bool:
     return hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}") is not None
 
 
+def test_make_serve_passes_flags_on():
+    command = ["make", "-n", "serve", "MODEL=x.gguf", "ARGS=--max-model-len 2048 --log-level debug"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    assert shown.rstrip().endswith("--max-model-len 2048 --log-level debug") and "x.gguf" in shown
+
+
 @pytest.mark.parametrize("command", QUICK)
 def test_quick_commands_run(command):
     program, *rest = command.split()

@@ -299,6 +299,28 @@ def test_wrong_keywords_are_type_errors_and_wrong_values_config_errors() -> None
         from_kwargs("m", dtype=None)
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("use-v2-block-manager", "(obsolete: what it asks for is always on)"),
+        ("batch-size", "(obsolete; use --max-num-seqs)"),
+        ("allowed-methods", '[["*"]]'),
+        ("max-body-bytes", "[32MiB]"),
+        ("drain-grace", "[30]"),
+        ("log-json", "[off]"),
+        ("load-format", "(not in this version: tensorizer, bitsandbytes, sharded_state)"),
+        ("kv-cache-dtype", "(not in this version: only auto)"),
+        ("pipeline-parallel-size", "(not in this version: only 1)"),
+        ("quantization", "(not in this version)"),
+        ("enable-lora", "(not in this version)"),
+    ],
+)
+def test_the_help_speaks_as_one_would_type(option: str, words: str) -> None:
+    text = " ".join(make_parser().format_help().replace("-\n", "-").split())
+    entry = text[text.index(f"--{option}") :]
+    assert words.replace(" ", "") in entry[: entry.index(" --", 400)].replace(" ", ""), entry[:400]
+
+
 def test_the_api_key_of_the_environment_counts_unless_one_is_typed() -> None:
     assert resolve(with_environment({}, {"VLLM_API_KEY": "a"})).server.api_keys == ("a",)
     assert resolve(with_environment({}, {"VLLM_API_KEY": "a", "OARLOCK_API_KEY": "b"})).server.api_keys == ("b",)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,23 @@ def test_a_devices_environment_is_set_unless_the_user_did(monkeypatch: pytest.Mo
     import os
 
     assert (os.environ["OARLOCK_TEST_A"], os.environ["OARLOCK_TEST_B"]) == ("mine", "theirs")
+
+
+def test_variables_that_come_too_late_for_torch_are_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    (spec,) = discover([device("fast", environment=(("OARLOCK_TEST_A", "1"), ("OARLOCK_TEST_B", "2")))], ()).plugins[0].devices
+    monkeypatch.setenv("OARLOCK_TEST_B", "kept")
+    monkeypatch.setenv("OARLOCK_TEST_A", "")
+    monkeypatch.delenv("OARLOCK_TEST_A")
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    apply_environment(spec)
+    (line,) = caplog.messages
+    assert "torch was imported before OARLOCK_TEST_A=1 could be set" in line and "OARLOCK_TEST_B" not in line
+    apply_environment(spec)  # it is set now, and saying it again would help nobody
+    assert len(caplog.messages) == 1
+    monkeypatch.delenv("OARLOCK_TEST_A")
+    monkeypatch.delitem(sys.modules, "torch")
+    apply_environment(spec)
+    assert len(caplog.messages) == 1
 
 
 def test_the_installed_entry_points_are_read() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from oarlock.backend_api import AttentionSpec, Claims, DeviceSpec, OpImpl, ProbeResult, Support, hookimpl
+from oarlock.backend_api import AttentionSpec, Claims, DeviceSpec, OpImpl, ProbeResult, Problem, Support, hookimpl
 
 from oarlock_cpu import host
 
@@ -62,6 +62,16 @@ def devices() -> list[DeviceSpec]:
             environment=ENVIRONMENT,
         )
     ]
+
+
+@hookimpl
+def check_model(model: Any, config: Any, device: DeviceSpec) -> list[Problem]:
+    """Workers that share cores are served, and slower than fewer of them."""
+    workers, cores = config.parallel.tensor_parallel_size, host.usable_threads()
+    if device.name != "cpu" or workers <= cores:
+        return []
+    text = f"--tensor-parallel-size {workers} on {cores} core{'s' if cores > 1 else ''}: the workers take turns on them"
+    return [Problem("warning", text, f"at most {cores} can run at once")]
 
 
 def kernels_problem() -> str:

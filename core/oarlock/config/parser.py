@@ -8,6 +8,7 @@ Never: checks a value; fills in a default.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -17,6 +18,8 @@ from oarlock.config.options import BY_NAME, OPTIONS, plugin_options, unknown
 from oarlock.errors import ConfigError
 
 _METAVARS = {"int": "N", "float": "X", "length": "N", "bytes": "SIZE", "gib": "GIB", "object": "JSON", "strings": "JSON", "floats": "X,X"}
+# Where the last word of a name says nothing about its value.
+_VALUES = {"uds": "PATH", "middleware": "PACKAGE.NAME", "lora-modules": "NAME=PATH", "drain-grace": "SECONDS", "stall-time": "SECONDS"}
 
 
 class _Typed(argparse.Action):
@@ -86,7 +89,7 @@ def _add(group: Any, option: Option) -> None:
     if option.kind == "bool":
         group.add_argument(*names, *(f"--no-{n}" for n in option.names), action=_Boolean, nargs=0, **settings)
         return
-    settings["metavar"] = _METAVARS.get(option.kind, option.name.rpartition("-")[2].upper())
+    settings["metavar"] = _VALUES.get(option.name) or _METAVARS.get(option.kind, option.name.rpartition("-")[2].upper())
     if option.choices and len(option.choices) <= 4:
         settings["metavar"] = "{" + ",".join(map(str, option.choices)) + "}"
     if option.kind == "repeat":
@@ -102,12 +105,25 @@ def _help(option: Option) -> str:
     if len(option.choices) > 4:
         text += f" One of {', '.join(map(str, option.choices))}."
     if option.default not in (None, (), {}):
-        text += f" [{'on' if option.default is True else 'off' if option.default is False else option.default}]"
+        text += f" [{_shown(option)}]"
     if option.fate == "obsolete":
-        text += f" (obsolete; use {option.instead})"
-    if option.fate == "refused":
-        text += " (not in this version)"
+        text += f" (obsolete; use {flag(option.instead)})" if option.instead in BY_NAME else f" (obsolete: {option.instead})"
+    missing = [str(c) for c in option.choices if option.built is not None and c not in option.built and c != option.default]
+    if option.fate == "refused" or (option.built is not None and len(missing) == len(option.choices) - (option.default in option.choices)):
+        text += f" (not in this version{'' if option.fate == 'refused' or option.default is None else f': only {option.default}'})"
+    elif missing:
+        text += f" (not in this version: {', '.join(missing)})"
     return text
+
+
+def _shown(option: Option) -> str:
+    """A default as it would be typed."""
+    value = option.default
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if option.kind == "bytes":
+        return f"{value >> 20}MiB" if value % 2**20 == 0 else str(value)
+    return json.dumps(list(value)) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ OPTIONS: tuple[Option, ...] = (
         "uvicorn-log-level", "str", "info", "Log level of the HTTP library.", "server.uvicorn_log_level",
         choices=("debug", "info", "warning", "error", "critical", "trace"),
     ),
-    _limit("max-body-bytes", "bytes", 32 << 20, "Largest request body (32MiB).", "server.max_body_bytes"),
+    _limit("max-body-bytes", "bytes", 32 << 20, "Largest request body.", "server.max_body_bytes"),
     _limit("max-n", "int", 128, "Largest n and best_of, up to 128.", "server.max_n", high=128),
     _limit("max-stop-strings", "int", 16, "Most stop strings.", "server.max_stop_strings"),
     _limit("max-stop-len", "int", 1024, "Longest stop string, in characters.", "server.max_stop_len"),
@@ -68,7 +68,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _log("enable-log-requests", "bool", False, "Log each request's parameters and prompt.", "observability.log_requests", offline=False),
     _log(
-        "disable-log-requests", "bool", False, "Requests are not logged unless --enable-log-requests is given.", "observability.log_requests",
+        "disable-log-requests", "bool", False, "Log no requests.", "observability.log_requests",
         fate="obsolete", instead="requests are not logged unless --enable-log-requests is given", store=lambda value: not value,
         offline=False,
     ),
