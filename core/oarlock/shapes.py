@@ -45,7 +45,7 @@ class BucketTable:
     chunk_tokens: tuple[int, ...] = ()  # tokens of the chunk region, all rows together
     chunk_lens: tuple[int, ...] = ()  # max_q of the chunk region
     blocks: tuple[int, ...] = ()
-    out_rows: tuple[int, ...] = ()  # the last entry: prompt positions scored at once, at least as many as a step has rows
+    out_rows: tuple[int, ...] = ()  # one entry: prompt positions scored at once, at least as many as a step has rows
 
     @property
     def is_exact(self) -> bool:
@@ -57,6 +57,8 @@ class BucketTable:
             if list(values) != sorted(set(values)) or any(v < 1 for v in values):
                 raise ValueError(f"BucketTable.{name} must ascend and be positive, got {values}")
         filled = [bool(self.decode_rows), bool(self.chunk_rows), bool(self.chunk_tokens), bool(self.chunk_lens), bool(self.blocks), bool(self.out_rows)]
+        if len(self.out_rows) > 1:
+            raise ValueError(f"BucketTable.out_rows takes one size, got {self.out_rows}: prompt positions are always scored so many at once")
         if any(filled) and not all(filled):
             raise ValueError("a BucketTable is either empty or has entries on every axis")
 

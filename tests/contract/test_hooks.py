@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import os
 import re
@@ -19,10 +20,11 @@ import pytest
 from oarlock.backend_api import API_VERSION, Extension, Hooks
 from oarlock.backend_api.runtime import Attention, Communicator, Device, GraphRunner
 from oarlock.plugins import api_problem, installed
-from source_code import ROOT
+from source_code import ROOT, core_modules, is_within, tree
 
 HOOKS = sorted(name for name, member in vars(Hooks).items() if not name.startswith("_") and callable(member))
 EXAMPLE_LINES = 5
+READERS = {api.Capabilities: ("caps", "capabilities"), api.Claims: ("claims",)}  # what core calls them
 WHEN = re.compile(r"^When: (discovery|configure|worker start|tests)\b.*\bonce\b.*\.$", re.DOTALL)
 
 
@@ -42,6 +44,26 @@ def parts(hook: str) -> tuple[str, str, str]:
     what, _, rest = text.partition("\n\nWhen:")
     when, _, example = rest.partition("\nExample:\n")
     return what, " ".join(f"When:{when}".split()), textwrap.dedent(example).strip()
+
+
+# ---------------------------------------------------------------- users
+SHOWN = {"batch_invariant": "a promise to the user: `oarlock doctor` shows it, and docs/sampling.md says what follows"}
+
+
+@pytest.mark.parametrize(("record", "name"), [(r, f.name) for r in (api.Capabilities, api.Claims) for f in dataclasses.fields(r)])
+def test_what_a_device_declares_is_read_by_core(record, name):
+    """A declaration that nothing reads promises a plugin what core does not do. Checks of its form do not count as reading it."""
+    if name in SHOWN:
+        assert f"`{name}`" in (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+        return
+    readers = [
+        module
+        for module, path in core_modules().items()
+        if not is_within(module, "oarlock.backend_api", "oarlock.conformance")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node.value).endswith(READERS[record])
+    ]
+    assert readers, f"nothing reads {record.__name__}.{name}"
 
 
 # ---------------------------------------------------------------- documents

@@ -39,7 +39,7 @@ def test_a_good_package_keeps_the_contract(case):
         ({"kv_dtypes": ("fp8",)}, "auto"),
         ({"kv_update": "sometimes"}, "in_place"),
         ({"execution": "fast"}, "compiled"),
-        ({"streams": 1}, "streams"),
+        ({"pinned_memory": 1}, "pinned_memory"),
     ],
 )
 def test_impossible_capabilities_are_named(changes, words):

@@ -63,7 +63,7 @@ def test_ranks_that_differ_are_refused_by_name(name):
         "buckets": BUCKETS,
         "kv_groups": (),
         "op_table": (("a", "b", ""),),
-        "capabilities": Capabilities(triton=True),
+        "capabilities": Capabilities(pinned_memory=True),
     }
     with pytest.raises(ConfigError, match=f"rank 1 differs from rank 0 in {name}"):
         core(READY, replace(READY, **{name: other[name]}))

@@ -190,7 +190,7 @@ def test_swap_without_host_blocks_is_a_configuration_error() -> None:
 
 
 def test_bucketed_shapes_are_never_exceeded() -> None:
-    table = BucketTable((1, 2), (1,), (4, 8), (4, 8), (4, 8), (1, 3))
+    table = BucketTable((1, 2), (1,), (4, 8), (4, 8), (4, 8), (3,))
     d = drive(table=table, max_num_seqs=8, max_model_len=32)
     sources = [request(f"r{i}", range(i, i + 11), n=1 + i % 2, max_tokens=5) for i in range(6)]
     for source in sources:

@@ -21,16 +21,11 @@ class Capabilities:
     fast_dtypes: tuple[str, ...] = ()  # those that `--dtype auto` may keep from a checkpoint; () means all of dtypes
     kv_dtypes: tuple[str, ...] = ("auto",)
     block_sizes: tuple[int, ...] = (16, 8, 32)  # preferred first
-    index_dtype: Literal["int32", "int64"] = "int32"
-    triton: bool = False
-    streams: bool = False
     pinned_memory: bool = False
     host_is_device: bool = False  # the device's memory is the host's: no swap tier by default, a smaller share of memory
-    devices_per_worker: int = 1
     kv_update: Literal["in_place", "functional"] = "in_place"
     collectives: tuple[str, ...] = ()  # torch.distributed backends; () means one device only
     batch_invariant: tuple[str, ...] = ()  # dtypes in which a row's bits do not depend on the batch's shape
-    max_programs: int | None = None
     default_swap_bytes: int = 4 << 30
 
 
@@ -40,7 +35,6 @@ class Claims:
 
     dtypes: tuple[str, ...] = ()
     block_sizes: tuple[int, ...] = ()
-    num_devices: int = 1
     memory_bytes: int | None = None
     host_is_device: bool = False
     default_swap_bytes: int = 4 << 30

@@ -168,8 +168,8 @@ def capabilities(subject: Subject) -> None:
             problems.append(f"{field.name} is {value!r}; it must be one of {choices}")
         elif hints[field.name] is bool and not isinstance(value, bool):
             problems.append(f"{field.name} is {value!r}; it must be a bool")
-    if caps.devices_per_worker < 1 or caps.default_swap_bytes < 0:
-        problems.append("devices_per_worker must be positive and default_swap_bytes not negative")
+    if caps.default_swap_bytes < 0:
+        problems.append(f"default_swap_bytes is {caps.default_swap_bytes}; it must not be negative")
     if problems:
         raise CheckFailed("; ".join(problems))
 

@@ -204,7 +204,7 @@ class ModelRunner:
     def _prompt_parts(self, key: StepKey, index: list[int], targets: list[int], top: int, every: torch.Tensor) -> list[tuple[int, LogprobsPart]]:
         exact = self.policy.table.is_exact
         found = []
-        size = PICKS if exact else self.policy.table.out_rows[-1]
+        size = PICKS if exact else self.policy.table.out_rows[0]
         for at in range(0, len(index), size):
             part, wanted = index[at : at + size], targets[at : at + size]
             picks = len(part) if exact else size

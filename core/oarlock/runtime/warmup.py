@@ -25,12 +25,11 @@ def warm(runner: Any) -> None:
         _sampling(runner, 1)
         return
     keys = list(runner.policy.keys())
-    every = None
+    (picks,) = runner.policy.table.out_rows
     for key in keys:
         every = _step(runner, key)
-        for picks in {runner.policy.table.out_rows[-1]}:
-            _run(runner, "select", {"tokens": key.tokens, "picks": picks}, {"all": every["all"]})
-    for rows in sorted({key.rows for key in keys} | {runner.policy.table.out_rows[-1]}):
+        _run(runner, "select", {"tokens": key.tokens, "picks": picks}, {"all": every["all"]})
+    for rows in sorted({key.rows for key in keys} | {picks}):
         _sampling(runner, rows)
     _blocks(runner)
 

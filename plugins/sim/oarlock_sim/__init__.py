@@ -49,7 +49,7 @@ def _has_torch_hook(folder: Path) -> bool:
 
 
 def _claims(host_is_device: bool) -> Claims:
-    return Claims(DTYPES, BLOCK_SIZES, num_devices=NUM_DEVICES, memory_bytes=MEMORY_BYTES, host_is_device=host_is_device, default_swap_bytes=SWAP_BYTES)
+    return Claims(DTYPES, BLOCK_SIZES, memory_bytes=MEMORY_BYTES, host_is_device=host_is_device, default_swap_bytes=SWAP_BYTES)
 
 
 def probe(needs_hook: bool) -> ProbeResult:

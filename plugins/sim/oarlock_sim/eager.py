@@ -36,7 +36,6 @@ class SimEagerDevice(Device):
             execution="eager",
             dtypes=DTYPES,
             block_sizes=BLOCK_SIZES,
-            index_dtype="int32",
             collectives=("gloo",),
             default_swap_bytes=SWAP_BYTES,
         )

@@ -121,7 +121,7 @@ class Device(CheckedOverrides, abc.ABC):
         `max_blocks` is the width of a block table that holds the longest request. Keys, all of them or none, are the axes
         of core's bucket table, each an ascending tuple whose last entry is the most that fits in one step: "decode_rows"
         (a row each for a request that decodes), "chunk_rows", "chunk_tokens" (all chunks of a step together), "chunk_lens"
-        (one chunk), "blocks", "out_rows" (the last entry: prompt positions that are scored at once; decode_rows and chunk_rows
+        (one chunk), "blocks", "out_rows" (one entry: prompt positions that are scored at once; decode_rows and chunk_rows
         together must fit). Every key that the axes multiply to is compiled at start-up, so keep them few. The scheduler cuts
         its steps to what fits.
         Must be given where capabilities.dynamic_shapes is False. Called at start-up, after activate(), perhaps more than once: the same
