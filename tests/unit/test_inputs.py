@@ -308,9 +308,9 @@ def test_more_biases_than_the_devices_shapes_hold_are_refused_to_everybody():
 
 def test_checkpoint_defaults_become_fields():
     summary = dataclasses.replace(SUMMARY, generation_config={"temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 9, "eos_token_id": 3})
-    assert default_sampling_fields(summary) == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
+    assert default_sampling_fields(summary) == {"temperature": 0.6, "top_k": 20}
     assert default_sampling_fields(summary, "none") == {}
-    for wrong in ({"temperature": "hot"}, {"top_p": 2}, {"max_new_tokens": 0}):  # found at the start, and not by every client
+    for wrong in ({"temperature": "hot"}, {"top_p": 2}, {"min_p": -1}):  # found at the start, and not by every client
         with pytest.raises(ModelError, match=rf"generation_config\.json.*{next(iter(wrong))[:4]}"):
             default_sampling_fields(dataclasses.replace(SUMMARY, generation_config=wrong))
 

@@ -70,13 +70,13 @@ def test_each_prompt_has_its_own_params():
     assert texts(results) == ["a", "ab"]
 
 
-def test_default_is_16_tokens_or_what_the_checkpoint_recommends():
+def test_defaults_are_those_of_the_checkpoint_and_16_tokens_whatever_it_says():
     import dataclasses
 
     summary = dataclasses.replace(SUMMARY, generation_config={"max_new_tokens": 3, "temperature": 0.5})
     llm = LLM.from_client(ScriptedClient(says("x" * 40)), summary, ToyTokenizer())
-    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, max_tokens=3)
-    assert texts(llm.generate("p", **QUIET)) == ["xxx"]
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, max_tokens=16)
+    assert texts(llm.generate("p", **QUIET)) == ["x" * 16]
     assert texts(make(says("x" * 40)).generate("p", **QUIET)) == ["x" * 16]
 
 

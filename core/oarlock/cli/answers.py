@@ -197,7 +197,7 @@ class LocalSource(Source):
             configure_logging(config.observability)
         self._summary = load_summary(config.model)
         self._tokenizer = load_tokenizer(self._summary, config.model)
-        # The context bounds an answer, as it does over HTTP: a limit that nobody typed would cut it.
+        # The context bounds an answer, as it does in a chat over HTTP: a limit that nobody typed would cut it.
         self._defaults = {**default_sampling_fields(self._summary, config.model.generation_config), "max_tokens": None}
         self._template: Any = None
         self._count = 0

@@ -24,6 +24,8 @@ from oarlock.sampling_params import INT32_MAX, SamplingParams
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 NOT_BUILT_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt", "decoder_prompt")
 
+CHECKPOINT_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
+
 PROBE_FROM = 16  # bytes of text for each token of the context, from which only the beginning is tokenised first
 CHARS_A_TOKEN = 32  # characters for each token of the context that may be tokenised though they need not fit it
 PROBE_SLACK = 256  # tokens by which the last word of a beginning may differ from the same word in the whole text
@@ -62,17 +64,17 @@ class InputLimits:
 
 
 def default_sampling_fields(summary: ModelSummary, generation_config: str = "auto") -> dict[str, Any]:
-    """The checkpoint's own sampling defaults, as SamplingParams fields; {} under generation_config "none".
+    """The checkpoint's own sampling defaults, as SamplingParams fields, offline and over HTTP; {} under generation_config "none".
+
+    Its max_new_tokens is left out: a limit that nobody asked for would cut answers.
 
     Raises:
         ModelError: they could serve no request.
     """
     if generation_config == "none":
         return {}
-    names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-    names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
     source = summary.generation_config
-    found = {field: source[name] for name, field in names.items() if source.get(name) is not None}
+    found = {name: source[name] for name in CHECKPOINT_DEFAULTS if source.get(name) is not None}
     try:
         SamplingParams(**found)
     except InvalidParameter as error:

@@ -11,14 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oarlock.config.sections import EngineConfig
-from oarlock.model_summary import ModelSummary
 from oarlock.sampling_params import SamplingParams
 from oarlock.server.errors import bad
 
 MAX_TEMPERATURE = 2.0
 COMPLETION_MAX_TOKENS = 16
-_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PASSED_ON = (
     "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
     "use_beam_search", "length_penalty", "early_stopping", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
@@ -42,13 +39,6 @@ class Options:
     priority: int = 0
     cache_salt: str | None = None
     add_special_tokens: bool = True
-
-
-def model_defaults(engine: EngineConfig, summary: ModelSummary) -> dict[str, Any]:
-    """Sampling defaults that the checkpoint recommends; empty under `--generation-config none`."""
-    if engine.model.generation_config == "none":
-        return {}
-    return {name: summary.generation_config[name] for name in _DEFAULTED if summary.generation_config.get(name) is not None}
 
 
 def make_options(values: Mapping[str, Any], *, logprobs: int | None, add_special_tokens: bool, policy: str) -> Options:

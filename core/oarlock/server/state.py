@@ -69,9 +69,7 @@ class ServerState:
     def ready(self, llm: Any, tokenizer: Any, template: Any, summary: ModelSummary) -> None:
         """The engine has started: begin to serve."""
         self.llm, self.tokenizer, self.template, self.summary = llm, tokenizer, template, summary
-        defaults = default_sampling_fields(summary, self.engine.model.generation_config)
-        defaults.pop("max_tokens", None)  # a limit that nobody asked for would cut answers: the context is the limit
-        self.defaults = defaults
+        self.defaults = default_sampling_fields(summary, self.engine.model.generation_config)
         self.max_prompts_inside = self.info.max_num_seqs + self.engine.scheduler.max_waiting_requests
         self.metrics.attach(self.info, self.engine, lambda: llm.stats)
         self.phase = Phase.SERVING
