@@ -15,7 +15,7 @@ from oarlock.scheduler.scheduler import Scheduler
 from oarlock.shapes import BucketTable, ShapePolicy
 
 VOCAB, MAX_LEN = 11, 48
-BUCKETS = BucketTable((1, 2, 4, 8), (1, 2), (8, 16), (4, 16), (8, 16, 32), (1, 8))
+BUCKETS = BucketTable((1, 2, 4, 8), (1, 2), (8, 16), (4, 16), (8, 16, 32), (8,))
 
 
 @dataclass(frozen=True)
