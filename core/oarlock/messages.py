@@ -28,7 +28,7 @@ class EngineRequest:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]  # never empty, every id in [0, vocab_size)
-    params: SamplingParams  # max_tokens is set (never None) by the frontend
+    params: SamplingParams  # max_tokens is set by the frontend; None only under beam search: as many as the cache holds for all beams
     eos_token_ids: tuple[int, ...] = ()  # empty when ignore_eos
     arrival_s: float = 0.0  # time.time() of the front end
     priority: int = 0  # lower runs first, only under the priority policy

@@ -142,7 +142,7 @@ class KVCheckingWorker:
             known = self.known[row.branch_id]
             end = row.start + row.num_tokens
             assert end <= len(known.tokens), f"branch {row.branch_id} is asked for a token that nobody knows"
-            assert row.emits == (end == len(known.tokens) and known.new.params.max_tokens > 0 and row.emits)
+            assert row.emits == (end == len(known.tokens) and known.new.params.max_tokens != 0 and row.emits)
             self._write(known, row.start, end, written)
             if known.new.params.prompt_logprobs is not None:
                 for at in range(row.start + 1, min(end + 1, known.new.num_prompt_tokens)):

@@ -149,6 +149,35 @@ def test_huge_length_penalty_does_not_raise() -> None:
         assert all(d.ends["a", i].finish_reason in ("stop", "length") for i in range(2))
 
 
+@pytest.mark.parametrize("groups", [FULL, HYBRID])
+@pytest.mark.parametrize("width", [2, 4])
+def test_beams_of_open_length_end_where_the_cache_does(groups, width) -> None:
+    """One token more could never be held by all beams; the context alone would allow 64."""
+    per_group = 10
+    for num_blocks in range(per_group * len(groups), 3 * per_group * len(groups), 9):
+        source = request("a", range(9), (), n=width, max_tokens=None, use_beam_search=True, ignore_eos=True)
+        d = drive(groups, num_blocks, caching=False)
+        d.add(source)
+        d.run()
+        lengths = {len(d.tokens["a", i]) for i in range(width)}
+        assert {d.ends["a", i].finish_reason for i in range(width)} == {"length"} and len(lengths) == 1
+        (length,) = lengths
+        assert 1 <= length <= 64 - 9
+        refusals = []
+        for asked in (length, length + 1):
+            d = drive(groups, num_blocks, caching=False)
+            d.add(request("a", range(9), (), n=width, max_tokens=asked, use_beam_search=True, ignore_eos=True))
+            d.run()
+            refusals.append(d.ends["a", 0].error is not None)
+        assert refusals == [False, length < 64 - 9], f"{num_blocks} blocks end the search after {length} tokens"
+
+
+def test_beams_of_open_length_that_cannot_even_begin_are_refused() -> None:
+    d = drive(num_blocks=4)
+    d.add(request("a", range(11), (), n=4, max_tokens=None, use_beam_search=True))
+    assert d.ends["a", 0].error.code == "kv_cache_exceeded" and "4 beams" in d.ends["a", 0].error.message
+
+
 def test_beam_wider_than_the_seats_is_refused() -> None:
     d = drive(max_num_seqs=3)
     d.add(request("a", [1], n=4, use_beam_search=True))

@@ -123,6 +123,14 @@ def test_prompt_and_max_tokens_fill_the_context_exactly_but_no_more():
     assert refused([1] * 60, SamplingParams(max_tokens=16), kind=PromptTooLong, max_tokens_param="max_completion_tokens").param == "max_completion_tokens"
 
 
+def test_absent_max_tokens_of_beams_is_left_to_the_scheduler():
+    """It alone knows what all beams share."""
+    beams = SamplingParams(use_beam_search=True, n=2, max_tokens=None)
+    assert make([1] * 10, beams)[0].params.max_tokens is None
+    assert make([1] * 10, dataclasses.replace(beams, max_tokens=7))[0].params.max_tokens == 7
+    assert refused([1] * 64, beams, kind=PromptTooLong).param == "prompt"
+
+
 def test_prompt_to_be_scored_needs_no_room_for_a_token():
     score = SamplingParams(max_tokens=0, prompt_logprobs=1)
     assert make([1] * 64, score)[0].params.max_tokens == 0

@@ -147,7 +147,8 @@ class InputProcessor:
         self._check_logprob_entries("prompt_logprobs", params.prompt_logprobs, len(ids), f"{len(ids)} tokens of {param}")
         made = f"{params.num_branches} × {max_tokens} of {max_tokens_param}"
         self._check_logprob_entries("logprobs", params.logprobs, params.num_branches * max_tokens, made)
-        params = replace(params, max_tokens=max_tokens)
+        if params.max_tokens is not None or not params.use_beam_search:  # how far all beams can go is the scheduler's to say
+            params = replace(params, max_tokens=max_tokens)
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=tuple(ids),

@@ -27,6 +27,14 @@ class Limits:
         """Slots to hold when a row ends at `num_tokens`."""
         return max(num_tokens, min(num_tokens + self._config.num_lookahead_slots, self._max_model_len))
 
+    def fit(self, request: Request) -> None:
+        """Where the request left its length open, end it where the cache or the shapes do. O(log context length)."""
+        low, high = min(request.num_prompt + 1, request.max_total), request.max_total
+        while request.params.max_tokens is None and low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._fits(request, middle) else (low, middle - 1)
+        request.max_total = high
+
     def refusal(self, request: Request) -> ErrorInfo | None:
         """Why this request can never run, or None."""
         length = request.num_prompt
@@ -60,12 +68,20 @@ class Limits:
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
+    def _held(self, request: Request, total: int) -> int:
+        """Slots of one branch that ends with `total` tokens: the last token's KV is not needed."""
+        return self.with_lookahead(max(request.num_prompt, total - 1))
+
+    def _fits(self, request: Request, total: int) -> bool:
+        tokens = self._held(request, total)
+        return self.blocks_needed(request, tokens) <= self._manager.num_blocks and self._policy.fits(1, (), self._manager.width(tokens))
+
     def _cache_refusal(self, request: Request) -> ErrorInfo | None:
-        tokens = self.with_lookahead(max(request.num_prompt, request.max_total - 1))  # the last token's KV is not needed
+        if self._fits(request, request.max_total):
+            return None
+        tokens = self._held(request, request.max_total)
         width = self._manager.width(tokens)
         needed, available = self.blocks_needed(request, tokens), self._manager.num_blocks
-        if needed <= available and self._policy.fits(1, (), width):
-            return None
         what = f"the prompt of {request.num_prompt} tokens with max_tokens {request.max_total - request.num_prompt}"
         if request.is_beam:
             what += f" and {request.width} beams"

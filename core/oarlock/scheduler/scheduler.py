@@ -87,6 +87,7 @@ class Scheduler:
         seed = seed_bits(source.params.seed, self._seed, self._num_derived_seeds)
         request = Request(source, self._next_request, seed, self._max_model_len, priority_of(self._config, source))
         self._next_request += 1
+        self._limits.fit(request)
         if source.request_id in self._requests:
             error: ErrorInfo | None = ErrorInfo(f"request id {source.request_id!r} is already in use; choose another", param="request_id")
         elif len(self._requests) >= self._config.max_num_seqs + self._config.max_waiting_requests:
