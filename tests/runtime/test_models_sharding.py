@@ -152,9 +152,9 @@ def test_each_rank_holds_its_part_only(checkpoint, name):
 @pytest.mark.parametrize(
     ("change", "size", "message"),
     [
-        ({}, 3, r"--tensor-parallel-size 3 does not divide the model's 4 attention heads"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 4, r"--tensor-parallel-size 4 fits neither into nor around the model's 3 KV heads"),
-        ({"intermediate_size": 97}, 2, r"--tensor-parallel-size 2 does not divide model.layers.0.mlp.gate_proj.weight, which has 97"),
+        ({}, 3, r"--tensor-parallel-size 3 does not divide the model's 4 attention heads; sizes that work: 1, 2, 4$"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 4, r"--tensor-parallel-size 4 fits neither into nor around the model's 3 KV heads; sizes that work: 1, 3, 6, 12$"),
+        ({"intermediate_size": 97}, 2, r"--tensor-parallel-size 2 does not divide model.layers.0.mlp.gate_proj.weight, which has 97 .*; sizes that work: 1$"),
     ],
     ids=["heads", "kv heads", "intermediate size"],
 )

@@ -17,8 +17,8 @@ import torch
 from oarlock.backend_api.runtime import Communicator, Ops
 from oarlock.errors import ConfigError, ModelError, UnsupportedArchitecture
 from oarlock.model_summary import ModelSummary
-from oarlock.runtime.layers.spec import WeightSpec
-from oarlock.runtime.models.base import MakeAttention, NativeModel
+from oarlock.runtime.layers.spec import ModelSpec, WeightSpec
+from oarlock.runtime.models.base import MakeAttention, NativeModel, indivisible_heads
 
 FAMILIES = {
     "GPT2LMHeadModel": "gpt2",
@@ -64,8 +64,9 @@ def build_model(
         return _from_transformers(summary, comm, make_attention, block_size, dtype, remote_code)
     family = family or importlib.import_module(f"oarlock.runtime.models.{FAMILIES[summary.architecture]}")
     spec = family.model_spec(summary)
-    model = NativeModel(spec, ops, comm, make_attention, block_size, dtype)
-    return model, [_divisible(weight, comm.size) for weight in family.weight_specs(summary, spec)]
+    weights = family.weight_specs(summary, spec)
+    _check_division(spec, weights, comm.size)
+    return NativeModel(spec, ops, comm, make_attention, block_size, dtype), [_divided(weight, comm.size) for weight in weights]
 
 
 def _from_transformers(
@@ -101,20 +102,29 @@ def _refuse_quantised(summary: ModelSummary) -> None:
     )
 
 
-def _divisible(weight: WeightSpec, size: int) -> WeightSpec:
-    """The same, if it can be cut into `size` parts. A vocabulary that cannot be stays whole: every rank computes all logits.
+def _check_division(spec: ModelSpec, weights: list[WeightSpec], size: int) -> None:
+    """Raises ConfigError, with the sizes that work, if the model cannot be divided over so many ranks."""
 
-    Raises:
-        ConfigError: it cannot be.
-    """
-    if size == 1 or weight.shard == "none" or weight.heads:  # heads were looked at by the model
-        return weight
-    if weight.shard == "vocab":
-        return replace(weight, shard="none") if any(shape[0] % size for shape in weight.shapes) else weight
+    def problem(ranks: int) -> str | None:
+        reasons = (*(indivisible_heads(layer.attention, ranks) for layer in spec.layers), *(_indivisible(weight, ranks) for weight in weights))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    if size == 1 or (reason := problem(size)) is None:
+        return
+    working = [str(n) for n in range(1, max(layer.attention.num_heads for layer in spec.layers) + 1) if problem(n) is None]
+    raise ConfigError(f"--tensor-parallel-size {size} {reason}; sizes that work: {', '.join(working)}", "tensor_parallel_size")
+
+
+def _divided(weight: WeightSpec, size: int) -> WeightSpec:
+    """The same. A vocabulary that cannot be cut into `size` parts stays whole: every rank computes all logits."""
+    whole = weight.shard == "vocab" and any(shape[0] % size for shape in weight.shapes)
+    return replace(weight, shard="none") if whole else weight
+
+
+def _indivisible(weight: WeightSpec, size: int) -> str | None:
+    """Why it cannot be cut into `size` parts, or None."""
+    if size == 1 or weight.shard in ("none", "vocab") or weight.heads:  # heads have a rule of their own
+        return None
     along = 0 if (weight.shard == "column") != weight.transpose else 1
     rows = [rows for rows, heads in weight.split if not heads] if weight.split else [shape[along if len(shape) > 1 else 0] for shape in weight.shapes]
-    if any(count % size for count in rows):
-        raise ConfigError(
-            f"--tensor-parallel-size {size} does not divide {weight.sources[0]}, which has {max(rows)} entries to divide; use 1", "tensor_parallel_size"
-        )
-    return weight
+    return f"does not divide {weight.sources[0]}, which has {max(rows)} entries to divide" if any(count % size for count in rows) else None

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from oarlock.backend_api.runtime import Attention, AttentionParams, Communicator, Ops
-from oarlock.errors import ConfigError
 from oarlock.kv_spec import KVGroup, KVSpec, make_groups
 from oarlock.runtime.layers.decoder import LayerPlan, StepContext, apply_norm
 from oarlock.runtime.layers.rope import rope_table
@@ -46,16 +45,17 @@ class Model(Protocol):
 
 
 def heads_per_rank(spec: AttentionSpec, size: int) -> tuple[int, int]:
-    """Query and KV heads of one rank; KV heads are replicated when there are fewer than ranks.
-
-    Raises:
-        ConfigError: heads do not divide.
-    """
-    if spec.num_heads % size:
-        raise ConfigError(f"--tensor-parallel-size {size} does not divide the model's {spec.num_heads} attention heads", "tensor_parallel_size")
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        raise ConfigError(f"--tensor-parallel-size {size} fits neither into nor around the model's {spec.num_kv_heads} KV heads", "tensor_parallel_size")
+    """Query and KV heads of one rank; KV heads are replicated when there are fewer than ranks. See `indivisible_heads`."""
     return spec.num_heads // size, max(1, spec.num_kv_heads // size)
+
+
+def indivisible_heads(spec: AttentionSpec, size: int) -> str | None:
+    """Why the heads cannot be divided over so many ranks, or None."""
+    if spec.num_heads % size:
+        return f"does not divide the model's {spec.num_heads} attention heads"
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        return f"fits neither into nor around the model's {spec.num_kv_heads} KV heads"
+    return None
 
 
 class NativeModel:
