@@ -1,0 +1,27 @@
+"""The heavy module, imported in a worker: the one class that a device must bring."""
+
+import os
+
+import torch
+from oarlock.backend_api import Capabilities
+from oarlock.backend_api.runtime import Device
+
+from oarlock_template import BLOCK_SIZES, DTYPES
+
+
+class TemplateDevice(Device):
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")  # a real one: torch.device("template", self.index)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(dtypes=DTYPES, block_sizes=BLOCK_SIZES, host_is_device=True, default_swap_bytes=0)
+
+    def activate(self) -> None:
+        """Make the device current in this process; called once, before anything is allocated."""
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes. Not needed where torch.accelerator knows them: that is the default."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")

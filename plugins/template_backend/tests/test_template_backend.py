@@ -1,0 +1,29 @@
+"""The package keeps the contract, and what it brings computes what it should. `oarlock conformance --device template` tests all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import oarlock_template
+import pytest
+
+
+def test_the_device_is_found_without_torch():
+    code = "import sys, oarlock_template as t; print(t.devices()[0].name, t.probe().status, 'torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["template", "available", "False"]
+
+
+def test_own_parts_conform():
+    own = [*sorted({record.op for record in oarlock_template.kernels(None)}), "paged_attention"]
+    command = [sys.executable, "-m", "oarlock.cli.main", "conformance", "--device", "template", "--level", "2,3", "--ops", ",".join(own)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"{op} " in done.stdout for op in own)
+
+
+@pytest.mark.parametrize(("dtype", "window", "ok"), [("float32", None, True), ("bfloat16", None, True), ("float16", None, False), ("float32", 64, False)])
+def test_what_is_not_supported_is_declared(dtype, window, ok):
+    support = oarlock_template.supports_attention(dtype=dtype, window=window, head_dim=64)
+    assert support.ok is ok and bool(support.reasons) is not ok
