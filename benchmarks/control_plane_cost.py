@@ -41,6 +41,7 @@ from oarlock.sampling_params import SamplingParams
 from oarlock.shapes import BucketTable, ShapePolicy
 
 VOCAB, BLOCK_SIZE, MAX_LEN, NUM_BLOCKS = 49152, 16, 4096, 12000
+SEATS = 256
 SETTLE = 8  # decode steps of every request before the clock runs
 PARTS = ("schedule", "batch assembly", "reading results", "update", "loop", "messages")
 LIMIT_MS = {1: 1.0, 32: 2.0}  # what the project allows
@@ -80,12 +81,12 @@ class IdlePrograms(GraphRunner):
     def _outputs(self, name: str, example: tuple[Any, ...]) -> dict[str, torch.Tensor]:
         packed, device_inputs = example[3], example[4]
         if name == "forward":
-            hidden = torch.zeros(64, 1)
+            hidden = torch.zeros(SEATS, 1)
             return {"hidden": hidden, "all": hidden}
         if name == "head":
             return {"logits": device_inputs["hidden"]}
         if name in ("greedy", "sample"):
-            return {"tokens": torch.full((64,), 17, dtype=torch.int32)}
+            return {"tokens": torch.full((SEATS,), 17, dtype=torch.int32)}
         if name == "logprobs":
             picks = packed.numel() // 2
             ids, values = torch.zeros(picks, 5, dtype=torch.int32), torch.full((picks, 5), -1.0)
@@ -155,12 +156,13 @@ class Cost:
     parts: dict[str, float]
     total: float
     codec: float
+    codec_bytes: int  # of the last step's plan, to each worker, and of its result
 
 
 def measure(groups: Any, fields: dict[str, Any], batch: int, steps: int, prompt: int = 512) -> Cost:
     """One round: `steps` decode steps of `batch` requests, after their prompts."""
     clock = Clock()
-    config = EngineConfig(ModelConfig("none"), scheduler=SchedulerConfig(max_num_seqs=64))
+    config = EngineConfig(ModelConfig("none"), scheduler=SchedulerConfig(max_num_seqs=SEATS))
     summary = ModelSummary(path="none", architecture="none", vocab_size=VOCAB)
     executor = IdleExecutor(config, summary, groups, clock)
     core = EngineCore(config, summary, executor)
@@ -189,12 +191,13 @@ def measure(groups: Any, fields: dict[str, Any], batch: int, steps: int, prompt:
     parts = {part: ms[part] for part in inside}
     parts["loop"] = ms["step"] - sum(parts.values())
     parts["messages"] = ms["messages"]
-    return Cost(parts, sum(parts.values()), ms["codec"])
+    size = len(codec.encode(executor.last_step)) + len(codec.encode(executor.last_result))
+    return Cost(parts, sum(parts.values()), ms["codec"], size)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32], help="requests that decode together, at most 64")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32], help=f"requests that decode together, at most {SEATS}")
     parser.add_argument("--steps", type=int, default=400, help="steps a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
@@ -202,7 +205,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"Oarlock {oarlock.__version__}, torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps; ms of CPU time a step")
-    print("| requests | batch | " + " | ".join(PARTS) + " | total | limit | several workers add |\n|" + "---|" * (len(PARTS) + 5))
+    print("| requests | batch | " + " | ".join(PARTS) + " | total | limit | several workers add | bytes |\n|" + "---|" * (len(PARTS) + 6))
     records = []
     for name in arguments.workload:
         groups, fields = WORKLOADS[name]
@@ -211,9 +214,9 @@ def main() -> None:
             parts = {part: statistics.median(r.parts[part] for r in rounds) for part in PARTS}
             totals = sorted(r.total for r in rounds)
             total, more = statistics.median(totals), statistics.median(r.codec for r in rounds)
-            cells = [*(f"{parts[p]:.3f}" for p in PARTS), f"{total:.3f} [{totals[0]:.3f}..{totals[-1]:.3f}]", f"{LIMIT_MS.get(batch, '')}", f"{more:.3f}"]
+            cells = [*(f"{parts[p]:.3f}" for p in PARTS), f"{total:.3f} [{totals[0]:.3f}..{totals[-1]:.3f}]", f"{LIMIT_MS.get(batch, '')}", f"{more:.3f}", f"{rounds[-1].codec_bytes}"]
             print(f"| {name} | {batch} | " + " | ".join(cells) + " |", flush=True)
-            records.append({"workload": name, "batch": batch, "parts_ms": parts, "total_ms": total, "range_ms": [totals[0], totals[-1]], "codec_ms": more})
+            records.append({"workload": name, "batch": batch, "parts_ms": parts, "total_ms": total, "range_ms": [totals[0], totals[-1]], "codec_ms": more, "codec_bytes": rounds[-1].codec_bytes})
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(records, file, indent=2)
