@@ -1,7 +1,7 @@
 """What core needs to know of a checkpoint, read from config.json or a GGUF header. No torch, no weights.
 
 Owns: `ModelSummary` and how it is derived.
-Reads: `config`, `errors`, `hub`, `gguf_config`, `rope_config`, `weight_files`.
+Reads: `config`, `errors`, `hub`, `gguf_config`, `rope_config`.
 Never: opens a weight file beyond its header; imports torch or transformers; executes code of a checkpoint.
 """
 
@@ -20,7 +20,6 @@ from oarlock.gguf_config import config_of
 from oarlock.gguf_header import is_gguf, read_header
 from oarlock.hub import resolve_model
 from oarlock.rope_config import merge_rope_flags, normalise_rope, scaled_length
-from oarlock.weight_files import weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -133,17 +132,6 @@ def load_summary(config: ModelConfig) -> ModelSummary:
         quantization_config=_quantization(Path(path), raw, from_file),
         is_gguf=from_file,
     )
-
-
-def weight_bytes(summary: ModelSummary) -> int:
-    """Bytes of weights as stored, from headers and file sizes.
-
-    Raises:
-        ModelError: the folder holds no weights.
-    """
-    if summary.is_gguf:
-        return sum(tensor.nbytes for tensor in read_header(summary.path).tensors.values())
-    return sum(file.stat().st_size for file in weight_files(summary.path))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

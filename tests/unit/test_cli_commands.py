@@ -11,15 +11,11 @@ from typing import Any
 
 import oarlock
 import pytest
-from oarlock.backend_api import Claims, ProbeResult
 from oarlock.cli import devices, doctor, main, plan
 from oarlock.cli.main import COMMANDS
 from oarlock.cli.main import available as commands
-from oarlock.config.resolve import resolve
 from oarlock.errors import BackendUnavailable, ConfigError
 from oarlock.hints import Hint
-from oarlock.model_summary import ModelSummary
-from oarlock.plugins import select_device
 from plugin_fakes import HOST, broken, catalogue, device, driver_problem, hint, no_hardware
 
 
@@ -206,52 +202,48 @@ def test_the_examination_survives_a_child_that_dies() -> None:
     assert report is None and "none-such" in problem and "exit status 1" in problem
 
 
-# ---------------------------------------------------------------- plan
-SUMMARY = ModelSummary(
-    path="", architecture="TestForCausalLM", num_layers=4, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16,
-    vocab_size=100, max_model_len=1024, derived_max_model_len=2048, dtype="bfloat16",
-)  # fmt: skip
-
-
-def make(claims: Claims, monkeypatch: pytest.MonkeyPatch, **values: Any) -> str:
-    monkeypatch.setattr(plan, "loaded_bytes", lambda summary, item: 1 << 20)
-    found = catalogue(device("fast", lambda: ProbeResult("available", "fine", claims=claims)))
-    return plan.report(resolve({"model": "m", **values}).engine, select_device("fast", found), SUMMARY)
-
-
-def test_the_plan_is_worked_out_from_headers_and_claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = make(Claims(dtypes=("bfloat16",), block_sizes=(32,), memory_bytes=1 << 30), monkeypatch, num_blocks_override=64)
-    # 4 layers, keys and values, 2 heads of 16, 2 bytes: 512 bytes a token; 65 blocks of 32 tokens with the null block.
-    assert "1.0 MiB   64 blocks of 32 tokens: 2.0 requests of 1024" in text
-    assert "bfloat16, context 1024 (the checkpoint allows 2048)" in text and "fast: fine" in text
-
-
-def test_the_plan_shares_heads_among_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    claims = Claims(dtypes=("bfloat16",), block_sizes=(32,), memory_bytes=1 << 30)
-    assert "0.5 MiB   64 blocks" in make(claims, monkeypatch, num_blocks_override=64, tensor_parallel_size=2)
-
-
-def test_the_plan_refuses_what_the_device_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--dtype float32: the device computes in bfloat16"):
-        make(Claims(dtypes=("bfloat16",), memory_bytes=1 << 30), monkeypatch, dtype="float32")
-    with pytest.raises(ConfigError, match="does not say how much memory"):
-        make(Claims(), monkeypatch)
-
-
-def test_plan_reads_a_real_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+# ---------------------------------------------------------------- plan; tests/runtime/test_cli_plan.py has a real worker plan
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model folder, and one device to plan for."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,
         "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50, "max_position_embeddings": 256, "torch_dtype": "float32",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(b"\0" * 4096)
-    claims = Claims(dtypes=("float32",), memory_bytes=1 << 30)
-    found = catalogue(device("fast", lambda: ProbeResult("available", "fine", claims=claims)))
-    monkeypatch.setattr("oarlock.engine.launch.installed", lambda: found)
-    assert main.main(["plan", str(tmp_path)]) == 0
+    monkeypatch.setattr("oarlock.engine.launch.installed", lambda: catalogue(device("fast", environment=(("OARLOCK_TEST_A", "1"),))))
+    return tmp_path
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, code: int = 0, **answer: Any) -> list[dict[str, Any]]:
+    """Stands in for the child that plans; collects what it was given."""
+    asked: list[dict[str, Any]] = []
+
+    def run(command: list[str], *, input: str, env: dict[str, str], **_: Any) -> Any:
+        asked.append({**json.loads(input), "env": env})
+        return types.SimpleNamespace(returncode=code, stdout=f"chatter\n{json.dumps(answer)}\n" if answer else "")
+
+    monkeypatch.setattr(plan.subprocess, "run", run)
+    return asked
+
+
+def test_plan_prints_what_the_worker_plans(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = answering(monkeypatch, dtype="bfloat16", device_text="a fast one", max_model_len=128, table="memory plan\n  weights 1 MiB")
+    assert main.main(["plan", str(folder), "-tp", "2", "--max-model-len", "auto"]) == 0
     text = capsys.readouterr().out
-    assert "LlamaForCausalLM, 2 layers, float32, context 256" in text and "weights                4.0 KiB" in text
-    assert main.main(["plan", str(tmp_path), "--kv-cache-memory", "1KiB"]) == 2
-    assert "KV cache is too small" in capsys.readouterr().err
+    for words in ("LlamaForCausalLM, 2 layers, bfloat16, context 128 (the checkpoint allows 256)", "fast: a fast one", "2, each as below", "weights 1 MiB"):
+        assert words in text
+    (given,) = asked
+    assert given["config"]["parallel"]["tensor_parallel_size"] == 2 and given["env"]["OARLOCK_TEST_A"] == "1" and given["device"] == "fast"
 
 
+def test_plan_refuses_in_the_words_of_the_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    answering(monkeypatch, error="ConfigError", message="it does not fit")
+    assert main.main(["plan", str(folder)]) == 2
+    assert capsys.readouterr().err == "oarlock plan: error: it does not fit\n"
+    answering(monkeypatch, error="UnsupportedArchitecture", message="no such model")
+    assert main.main(["plan", str(folder)]) == 1
+    assert capsys.readouterr().err == "oarlock plan: error: no such model\n"
+    answering(monkeypatch, code=-9)
+    assert main.main(["plan", str(folder)]) == 1
+    assert "signal 9" in capsys.readouterr().err

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from oarlock.config.sections import ModelConfig
 from oarlock.errors import ConfigError, ModelError, UnsupportedArchitecture, WeightMismatch
-from oarlock.model_summary import ModelSummary, load_summary, weight_bytes
+from oarlock.model_summary import ModelSummary, load_summary
+from oarlock.weight_files import weight_files
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -356,25 +357,27 @@ def test_a_checkpoint_that_is_only_code_is_refused(folder: Path) -> None:
 
 
 # ---------------------------------------------------------------- weights
-def test_weight_bytes_counts_the_files_that_would_be_read(folder: Path) -> None:
-    s = summary(folder)
+def test_the_files_that_would_be_read(folder: Path) -> None:
+    def total() -> int:
+        return sum(file.stat().st_size for file in weight_files(folder))
+
     with pytest.raises(ModelError, match="no weights"):
-        weight_bytes(s)
+        total()
     (folder / "model.pt").write_bytes(b"x" * 5)
-    assert weight_bytes(s) == 5
+    assert total() == 5
     (folder / "pytorch_model.bin").write_bytes(b"x" * 7)
     (folder / "training_args.bin").write_bytes(b"x" * 1000)
     (folder / "optimizer.pt").write_bytes(b"x" * 1000)
-    assert weight_bytes(s) == 7
+    assert total() == 7
     for name, size in (("a.safetensors", 10), ("b.safetensors", 20), ("consolidated.safetensors", 500)):
         (folder / name).write_bytes(b"x" * size)
-    assert weight_bytes(s) == 530
+    assert total() == 530
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
-    assert weight_bytes(s) == 30
+    assert total() == 30
     (folder / "b.safetensors").unlink()
     with pytest.raises(WeightMismatch, match=r"tensor y is in b\.safetensors, but that file is missing"):
-        weight_bytes(s)
+        total()
     index.write_text("{")
     with pytest.raises(ModelError, match=r"index\.json cannot be read"):
-        weight_bytes(s)
+        total()

@@ -100,14 +100,8 @@ class Worker:
         started = time.monotonic()
         with self.device.context(), torch.no_grad(), self._naming_memory("loading the weights"):
             free, total = self._memory()
-            specs = self._build()
-            checkpoint = open_checkpoint(self.summary, self.config.model)
-            try:
-                loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare)
-                self.plan = self._plan(free, total, {**loader.measure(specs), "rope": self._table_bytes()})
+            with self._planned(free, total) as (loader, specs):
                 self._load(loader, specs)
-            finally:
-                checkpoint.close()
             self._check_plan(free, total)
         caps, self.buckets = self.device.capabilities, self._buckets(self.plan.max_model_len)
         return WorkerReady(
@@ -125,6 +119,23 @@ class Worker:
             threads=torch.get_num_threads(),
             load_s=time.monotonic() - started,
         )
+
+    def preview(self) -> MemoryPlan:
+        """The plan that `load` would begin with, after `prepare`. Nothing is loaded. Raises as `load`."""
+        with self.device.context(), torch.no_grad(), self._planned(*self._memory()):
+            return self.plan
+
+    @contextlib.contextmanager
+    def _planned(self, free: int, total: int) -> Iterator[tuple[WeightLoader, list[WeightSpec]]]:
+        """The plan is made; what loads the weights, and which."""
+        specs = self._build()
+        checkpoint = open_checkpoint(self.summary, self.config.model)
+        try:
+            loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare)
+            self.plan = self._plan(free, total, {**loader.measure(specs), "rope": self._table_bytes()})
+            yield loader, specs
+        finally:
+            checkpoint.close()
 
     def _choose_parts(self) -> None:
         """dtype, block size, communicator, graph runner and ops: everything chosen among plugins, once."""
@@ -147,10 +158,11 @@ class Worker:
     def _communicator(self, offered: list[Any]) -> Communicator:
         if self.size == 1:
             return IdentityCommunicator(0, 1)
-        spec = best(offered, "communicator", device=self.device).spec
+        spec, names = best(offered, "communicator", device=self.device).spec, self.device.capabilities.collectives
+        if (spec is not None or names) and not self.rendezvous:
+            return IdentityCommunicator(self.rank, self.size)  # this rank plans alone
         if spec is not None:
             return resolve(spec.factory)(self.rank, self.size, self.rendezvous)
-        names = self.device.capabilities.collectives
         if not names:
             raise UnsupportedByBackend(f"--tensor-parallel-size {self.size}: {self.device.describe()} declares no collectives; use 1")
         return DistributedCommunicator(self.rank, self.size, names[0], self.rendezvous)
