@@ -76,18 +76,17 @@ def _on_device(
     written: dict[str, Any] = {}
     inputs: dict[str, Any] = {}
     for name, value in zip(names, args, strict=False):
-        leaves, _ = pytree.tree_flatten(value)
+        leaves, form = pytree.tree_flatten(value)  # a quantised weight is a dict of tensors
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             continue  # a static argument
         if prepare is not None and name == "weight":
             with subject.session():
-                weights[name] = prepare(subject.device.place(name, value, "none"))
+                weights[name] = prepare(pytree.tree_map(lambda leaf: subject.device.place(name, leaf, "none"), value))  # noqa: B023  used at once
             continue
         may_change = name in op.mutates
         made = [subject.guarded(name, leaf) for leaf in leaves]
         guards += [(guard, may_change) for guard in made]
-        on_device = tuple(guard.tensor for guard in made) if isinstance(value, tuple) else made[0].tensor
-        (written if may_change else inputs)[name] = on_device
+        (written if may_change else inputs)[name] = pytree.tree_unflatten([guard.tensor for guard in made], form)
 
     def program(weights: Any, written: dict[str, Any], read: Any, packed: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         given = {**weights, **written, **inputs}

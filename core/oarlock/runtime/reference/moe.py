@@ -7,9 +7,13 @@ Never: branches on routing; a token that is not valid reaches no expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from oarlock.runtime.reference.layers import silu_and_mul, wide
+
+Pick = Callable[[torch.Tensor], torch.Tensor]
 
 
 def moe_topk(router_logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,8 +46,18 @@ def moe_experts(
         weights, ids: [num_tokens, k]  float32, int32
         valid:        [num_tokens]  bool; a token that is not valid gives 0, whatever it holds
     """
+    return grouped_experts(x, w13.shape[0], w13.__getitem__, w2.__getitem__, weights, ids, valid)
+
+
+def grouped_experts(
+    x: torch.Tensor, num_experts: int, gate_up: Pick, down: Pick, weights: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """`moe_experts` over weights that are made when they are needed.
+
+    `gate_up` and `down` give the weights of the experts [num_tiles] int64 that own the tiles, [num_tiles, out, in] in x's dtype.
+    """
     num_tokens, k = ids.shape
-    num_experts, pairs = w13.shape[0], num_tokens * k
+    pairs = num_tokens * k
     tile = max(1, -(-pairs // num_experts))
     tiles = min(pairs, pairs // tile + num_experts)
     experts = torch.arange(num_experts, dtype=torch.int32, device=x.device)
@@ -59,8 +73,8 @@ def moe_experts(
     place = torch.where(expert < num_experts, place, tiles * tile)
     gathered = x.new_zeros(tiles * tile + 1, x.shape[1]).index_put((place,), x[order // k])[:-1].view(tiles, tile, x.shape[1])
     owner = (torch.arange(tiles, device=x.device)[:, None] * tile >= end).sum(1).clamp(max=num_experts - 1)
-    hidden = silu_and_mul(torch.bmm(gathered, w13[owner].transpose(1, 2)))
-    out = torch.bmm(hidden, w2[owner].transpose(1, 2)).reshape(tiles * tile, x.shape[1])
+    hidden = silu_and_mul(torch.bmm(gathered, gate_up(owner).transpose(1, 2)))
+    out = torch.bmm(hidden, down(owner).transpose(1, 2)).reshape(tiles * tile, x.shape[1])
     out = torch.cat((out, out.new_zeros(1, out.shape[1])))
     place = torch.empty_like(place).index_put((order,), place)  # back to the order of tokens
     total = (wide(out[place]).view(num_tokens, k, x.shape[1]) * weights[..., None].to(wide(out).dtype)).sum(1)
