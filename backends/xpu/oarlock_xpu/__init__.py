@@ -1,0 +1,1 @@
+"""The xpu device of Oarlock: Intel GPUs through torch.xpu."""

@@ -1,0 +1,95 @@
+"""`XpuDevice`: one Intel GPU. Heavy: imports torch, in a worker only.
+
+Owns: the device object, and which shapes are captured.
+Reads: `oarlock.backend_api`, `vendor`.
+Never: calls torch.xpu itself (`vendor` does); knows a model.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from oarlock.backend_api import Capabilities
+from oarlock.backend_api.runtime import Device
+
+from oarlock_xpu import plugin, vendor
+
+log = logging.getLogger("oarlock.xpu")
+_CHUNK_TOKENS = (128, 512, 2048)
+_CHUNK_ROWS = 4
+
+
+class XpuDevice(Device):
+    """One card. Captures programs for fixed shapes where that works, else runs every step as it is."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        return vendor.device(self.index)
+
+    @functools.cached_property
+    def _graph_problem(self) -> str:
+        problem = vendor.graph_problem(self.index)
+        if problem:
+            log.warning("%s: programs run one operation at a time, for %s", self.torch_device, problem)
+        return problem
+
+    @functools.cached_property
+    def _capabilities(self) -> Capabilities:
+        captures = not self._graph_problem
+        return Capabilities(
+            execution="capture" if captures else "eager",
+            dynamic_shapes=not captures,
+            dtypes=plugin.DTYPES,
+            block_sizes=plugin.BLOCK_SIZES,
+            pinned_memory=vendor.can_pin(),
+            collectives=vendor.collectives(),
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def activate(self) -> None:
+        """Raises RuntimeError, with the remedy, where torch or the driver cannot use the card."""
+        vendor.require(self.index)
+        vendor.activate(self.index)
+
+    def synchronise(self) -> None:
+        vendor.synchronise(self.index)
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+        vendor.seed(value)
+
+    def memory_info(self) -> tuple[int, int]:
+        try:
+            return vendor.memory(self.index)
+        except NotImplementedError as error:
+            log.warning("%s cannot tell its free memory: %s", self.torch_device, error)
+            raise
+
+    def buckets(self, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> dict[str, tuple[int, ...]]:
+        """Powers of two for decode rows, so that a step is at most doubled; few sizes elsewhere, for each combination is captured."""
+        if self._graph_problem:
+            return {}
+        tokens = _ascending(min(size, max_num_batched_tokens) for size in _CHUNK_TOKENS)
+        rows = min(_CHUNK_ROWS, max_num_seqs)
+        powers = [1 << n for n in range(max_num_seqs.bit_length()) if 1 << n < max_num_seqs]
+        return {
+            "decode_rows": _ascending((*powers, max_num_seqs)),
+            "chunk_rows": (rows,),
+            "chunk_tokens": tokens,
+            "chunk_lens": (tokens[-1],),
+            "blocks": _ascending((-(-max_blocks // 4), max_blocks)),
+            "out_rows": (max_num_seqs + rows,),
+        }
+
+    def describe(self) -> str:
+        return f"{vendor.describe(self.index)}, {'programs captured' if not self._graph_problem else f'eager: {self._graph_problem}'}"
+
+
+def _ascending(sizes: Any) -> tuple[int, ...]:
+    return tuple(sorted(set(sizes)))

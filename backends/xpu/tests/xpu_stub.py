@@ -1,0 +1,135 @@
+"""A stand-in for torch.xpu on host tensors: counts memory, records and replays command graphs, refuses what cannot be recorded.
+
+Owns: `StubXpu`, with the calls it was given.
+Never: pretends to be hardware to anything but these tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MIB = 1 << 20
+
+
+class StubXpu:
+    """What the backend uses of torch.xpu. `calls` lists (name, arguments, keyword arguments)."""
+
+    def __init__(self, count: int = 1, total: int = 1024 * MIB, graphs: bool = True) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.count, self.total, self.used = count, total, 0
+        self.free_fails = self.free_is_stuck = False
+        if graphs:
+            self.XPUGraph, self.graph, self.graph_pool_handle = StubGraph, self._graph, self._pool
+
+    def _note(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.calls.append((name, args, kwargs))
+
+    def device_count(self) -> int:
+        self._note("device_count")
+        return self.count
+
+    def is_available(self) -> bool:
+        self._note("is_available")
+        return self.count > 0
+
+    def set_device(self, device: Any) -> None:
+        self._note("set_device", device)
+
+    def synchronize(self, device: Any = None) -> None:
+        self._note("synchronize", device)
+
+    def manual_seed(self, seed: int) -> None:
+        self._note("manual_seed", seed)
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        self._note("mem_get_info", device)
+        if self.free_fails:
+            raise RuntimeError("The device doesn't support querying the available free memory.")
+        return self.total - (0 if self.free_is_stuck else self.used), self.total
+
+    def memory_reserved(self, device: Any = None) -> int:
+        self._note("memory_reserved", device)
+        return self.used
+
+    def get_device_properties(self, device: Any = None) -> Any:
+        self._note("get_device_properties", device)
+        return SimpleNamespace(name="stub of an Intel GPU", total_memory=self.total, driver_version="0")
+
+    def _pool(self) -> object:
+        self._note("graph_pool_handle")
+        return object()
+
+    @contextlib.contextmanager
+    def _graph(self, xpu_graph: StubGraph, pool: Any = None, stream: Any = None) -> Iterator[None]:
+        self._note("graph", xpu_graph, pool=pool)
+        with xpu_graph.recording():
+            yield
+
+    # ------------------------------------------------------------ memory of its own
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy that counts as the device's until it is freed."""
+        made = host.clone(memory_format=torch.preserve_format)
+        self._add(made.untyped_storage().nbytes())
+        weakref.finalize(made, self._add, -made.untyped_storage().nbytes())
+        return made
+
+    def _add(self, size: int) -> None:
+        self.used += size
+
+
+class StubGraph:
+    """Records operations with the tensors they read and wrote; `replay` runs them on the same tensors."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """While a device records, nothing runs: whatever is written to tensors from outside is undone afterwards."""
+        mode = _Recorder(self._steps)
+        with mode:
+            yield
+        for tensor, content in reversed(mode.overwritten):
+            tensor.copy_(content)
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for func, args, kwargs, kept in self._steps:
+                result = func(*args, **kwargs)
+                if _writes(func):
+                    continue
+                for old, new in zip(pytree.tree_leaves(kept), pytree.tree_leaves(result), strict=True):
+                    if isinstance(old, torch.Tensor):
+                        old.copy_(new)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, steps: list[Any]) -> None:
+        super().__init__()
+        self._steps = steps
+        self.overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise RuntimeError(f"{func} waits for the device, which cannot be recorded")
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                self.overwritten.append((value, value.clone()))
+        result = func(*args, **kwargs)
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not is_view:
+            self._steps.append((func, args, kwargs, result))
+        return result
+
+
+def _writes(func: Any) -> bool:
+    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
