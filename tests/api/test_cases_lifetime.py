@@ -266,6 +266,7 @@ def test_startup_errors_readable(tiny_model: Path, tmp_path: Path) -> None:
         last = ended.stderr.strip().splitlines()[-1]
         for word in words:
             assert word in last, (arguments, last)
+        assert ended.stderr.count(last.partition("error: ")[2]) == 1, ended.stderr  # said once
 
 
 def test_a_loading_server_says_so(start_server: Callable[..., RealServer]) -> None:

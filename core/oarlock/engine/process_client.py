@@ -161,5 +161,6 @@ class ProcessClient(EngineClient):
         kind: Any = getattr(errors, error[0], OarlockError)
         if not self._ready.done():
             self._ready.set_exception(kind(error[1]) if issubclass(kind, OarlockError) else OarlockError(error[1]))
-        log.error("the engine has ended: %s", self._dead)
+        else:  # before that, whoever waits for it says why
+            log.error("the engine has ended: %s", self._dead)
         self.on_dead(self._dead)
