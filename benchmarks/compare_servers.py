@@ -35,11 +35,12 @@ WORKLOADS: dict[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
 }
 
 
-def run(url: str, flags: str, seed: int) -> dict[str, Any]:
+def run(url: str, model: str | None, flags: str, seed: int) -> dict[str, Any]:
     """One run of `oarlock bench serve`. Raises SystemExit with its words when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         command = [sys.executable, "-m", "oarlock.cli.main", "bench", "serve", "--url", url, "--ignore-eos", "--id-range", "1000", "29999"]
+        command += ["--model", model] if model else []
         ran = subprocess.run([*command, *flags.split(), "--seed", str(seed), "--json", str(file)], capture_output=True, text=True, check=False)
         if ran.returncode:
             raise SystemExit(f"{' '.join(command)} {flags}\n{ran.stdout}{ran.stderr}")
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("servers", nargs="+", metavar="LABEL=URL")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default=",".join(WORKLOADS), help="workloads, with commas between")
+    parser.add_argument("--model", help="name to ask every server for; unset: the first that each lists")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="append every run there, one object a line")
     arguments = parser.parse_args()
@@ -69,7 +71,7 @@ def main() -> None:
         for number, name in enumerate(names):
             flags, columns = WORKLOADS[name]
             for label, url in servers if repeat % 2 == 0 else servers[::-1]:
-                figures = run(url, flags, arguments.seed + 1000 * repeat + number)
+                figures = run(url, arguments.model, flags, arguments.seed + 1000 * repeat + number)
                 for column, key, statistic in columns:
                     seen.setdefault((name, column, label), []).append(value(figures, key, statistic))
                 if arguments.json:
