@@ -20,14 +20,16 @@ import torch
 
 import oarlock
 from oarlock.backend_api import API_VERSION
-from oarlock.conformance import LEVELS, attention_level, contract_level, device_level, ops_level, runner_level
+from oarlock.conformance import LEVELS, attention_level, contract_level, device_level, ops_level, runner_level, serve_level
 from oarlock.conformance.cases import Case, Result, run_case
 from oarlock.conformance.report import Report
 from oarlock.conformance.subject import Subject
 from oarlock.device_choice import Selection
 from oarlock.errors import ConfigError
 
-_SOURCES: tuple[Callable[[], Iterator[Case]], ...] = (contract_level.cases, device_level.cases, ops_level.cases, attention_level.cases, runner_level.cases)
+_SOURCES: tuple[Callable[[], Iterator[Case]], ...] = (
+    contract_level.cases, device_level.cases, ops_level.cases, attention_level.cases, runner_level.cases, serve_level.cases,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

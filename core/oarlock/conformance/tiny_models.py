@@ -62,10 +62,10 @@ class _Host(Device):
 class TinyModel:
     """One model on disk and its oracle."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
+    def __init__(self, name: str, folder: Path, config: dict[str, Any] | None = None) -> None:
+        self.name, self.folder, config = name, folder, config or MODELS[name]
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(MODELS[name]), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         self.summary: ModelSummary = load_summary(ModelConfig(model=str(folder), generation_config="none"))
         ops = bind_ops([], "float32")
         self.model, specs = build_model(
@@ -76,7 +76,7 @@ class TinyModel:
         self.weights = WeightLoader(checkpoint, _Host(), torch.float64, 0, 1, {}).load(specs)
         checkpoint.close()
         self.weights.setdefault("lm_head", {"weight": self.weights["embed"]["weight"]})
-        self.weights["rope"] = {key: rope_table(spec, MAX_LEN) for key, spec in self.model.spec.rope.items()}
+        self.weights["rope"] = {key: rope_table(spec, config["max_position_embeddings"]) for key, spec in self.model.spec.rope.items()}
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.no_grad()
