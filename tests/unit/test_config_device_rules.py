@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from oarlock.backend_api import Capabilities
-from oarlock.config.device_rules import check_device, notes_for
+from oarlock.backend_api import Capabilities, Claims
+from oarlock.config.device_rules import check_claims, check_device, notes_for
 from oarlock.config.resolve import resolve
 from oarlock.errors import UnsupportedByBackend
 
@@ -31,6 +31,32 @@ def test_what_a_device_cannot_do_is_refused_with_what_it_can(capabilities: Capab
     with pytest.raises(UnsupportedByBackend) as caught:
         check_device(capabilities, config(**values), "the device")
     assert all(word in str(caught.value) for word in words)
+
+
+CLAIMS = Claims(dtypes=("bfloat16",), block_sizes=(16,), memory_bytes=2 << 30)
+
+
+@pytest.mark.parametrize(
+    ("claims", "values", "words"),
+    [
+        (CLAIMS, {"block_size": 8}, ["--block-size 8: fast takes 16"]),
+        (CLAIMS, {"dtype": "half"}, ["--dtype float16: fast computes in bfloat16"]),
+        (CLAIMS, {"threads": 2}, ["--threads 2"]),
+        (CLAIMS, {"kv_cache_memory": "3GiB"}, ["--kv-cache-memory 3.00 GiB: fast has 2.00 GiB in all"]),
+        (Claims(default_swap_bytes=0), {"preemption_mode": "swap"}, ["--preemption-mode swap", "--swap-space"]),
+    ],
+)
+def test_what_a_probe_excludes_is_refused_before_a_process_starts(claims: Claims, values: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UnsupportedByBackend) as caught:
+        check_claims(claims, config(**values), "fast")
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_what_a_probe_does_not_claim_is_left_to_the_device() -> None:
+    for values in ({"block_size": 8}, {"dtype": "half"}, {"kv_cache_memory": "3GiB"}, {"preemption_mode": "swap"}, {"enforce_eager": True}):
+        check_claims(Claims(), config(**values), "fast")
+        check_claims(None, config(**values), "fast")
+    check_claims(CLAIMS, config(block_size=16, dtype="bfloat16", kv_cache_memory="1GiB"), "fast")
 
 
 def test_what_a_device_can_do_passes() -> None:

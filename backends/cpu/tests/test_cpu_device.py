@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -194,10 +195,8 @@ def test_memory_is_what_the_host_says():
 
 @pytest.mark.parametrize(("workers", "cores", "warned"), [(1, 1, False), (2, 2, False), (3, 2, True)])
 def test_more_workers_than_cores_is_one_warning(monkeypatch, workers, cores, warned):
-    from oarlock.config.resolve import resolve
-
     monkeypatch.setattr(host, "usable_threads", lambda: cores)
-    config = resolve({"model": "m", "tensor_parallel_size": workers}).engine
+    config = SimpleNamespace(parallel=SimpleNamespace(tensor_parallel_size=workers))
     (spec,) = plugin.devices()
     found = plugin.check_model(None, config, spec)
     assert [(p.severity, "--tensor-parallel-size 3 on 2 cores" in p.text) for p in found] == [("warning", True)] * warned

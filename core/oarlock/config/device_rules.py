@@ -1,19 +1,37 @@
 """What a configuration asks of a device: refused where the device cannot, said where the device already does so.
 
-Owns: `check_device`, `notes_for`.
-Reads: `config.sections`, declared capabilities.
+Owns: `check_device`, `check_claims`, `notes_for`.
+Reads: `config.sections`, declared capabilities and claims.
 Never: knows a device by name; changes the configuration.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from oarlock.backend_api.capabilities import Capabilities, Claims
 from oarlock.config.sections import DeviceConfig, EngineConfig
 from oarlock.errors import UnsupportedByBackend
 
-if TYPE_CHECKING:
-    from oarlock.backend_api import Capabilities
+
+def check_claims(claims: Claims | None, config: EngineConfig, device: str) -> None:
+    """`check_device` by what the probe claims, before a process is started or a heavy module imported. What it does not claim is left to that.
+
+    Raises:
+        UnsupportedByBackend: as `check_device`; also a KV cache that is larger than the whole device.
+    """
+    if claims is None:
+        return
+    cache, model = config.cache, config.model
+    dtypes = claims.dtypes or (model.dtype,)
+    sizes = claims.block_sizes or (cache.block_size or 0,)
+    known = Capabilities(
+        dtypes=dtypes, block_sizes=sizes, kv_dtypes=(cache.kv_cache_dtype,), host_is_device=claims.host_is_device,
+        default_swap_bytes=claims.default_swap_bytes,
+    )  # fmt: skip
+    check_device(known, config, device)
+    wanted = cache.kv_cache_bytes or 0
+    if claims.memory_bytes is not None and wanted > claims.memory_bytes:
+        text = f"--kv-cache-memory {wanted / 2**30:.2f} GiB: {device} has {claims.memory_bytes / 2**30:.2f} GiB in all"
+        raise UnsupportedByBackend(f"{text}; ask for less")
 
 
 def check_device(capabilities: Capabilities, config: EngineConfig, device: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oarlock.config import changes
+from oarlock.config.device_rules import check_claims
 from oarlock.config.sections import EngineConfig
 from oarlock.device_choice import Selection
 from oarlock.engine.client import InProcessClient
@@ -83,6 +84,7 @@ def prepare(config: EngineConfig, summary: ModelSummary) -> Launch:
     manager = worker_plugins(selection.spec.name, catalogue)
     config = changes.complete_options(config, selection.spec.name, catalogue)
     config = changes.adjust(config, selection.spec, manager)
+    check_claims(selection.probe.claims, config, selection.spec.name)
     changes.check(config, summary, selection.spec, manager)
     return Launch(config, summary, selection)
 
