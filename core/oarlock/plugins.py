@@ -9,6 +9,7 @@ Never: imports a heavy module; calls a hook once serving has begun (`hook_calls(
 from __future__ import annotations
 
 import logging
+import inspect
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pluggy
@@ -124,6 +126,11 @@ def _register(manager: pluggy.PluginManager, module: Any, name: str) -> None:
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         raise PluginError(f"{name} implements a hook that Oarlock does not have: {error}") from error
+    for hook in (hook for hook in vars(Hooks) if not hook.startswith("_") and inspect.isroutine(getattr(module, hook, None))):
+        files = [Path(folder) / f"{hook}{end}" for folder in getattr(module, "__path__", ()) for end in (".py", "/__init__.py")]
+        hiding = next((file for file in files if file.is_file()), None)
+        if hiding is not None:  # Python sets it as an attribute of the package; a worker would find a module in place of the hook
+            raise PluginError(f"{name}: once {hiding} is imported, it hides the hook {hook}() of {module.__name__}; give the file another name")
 
 
 def _require_api(module: Any, distribution: str) -> None:

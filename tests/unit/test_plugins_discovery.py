@@ -49,6 +49,21 @@ def test_a_broken_plugin_is_recorded_with_its_traceback_and_ends_nothing(load: A
     assert select_device("auto", found).spec.name == "host"
 
 
+@pytest.mark.parametrize("path", ["attention.py", "attention/__init__.py"])
+def test_a_file_that_would_hide_a_hook_is_refused(tmp_path: Path, path: str) -> None:
+    """Once imported, a package's module is an attribute of the package: a second worker would find no hook, and no error."""
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text("")
+    made = module(devices=lambda: [spec()], attention=nothing)
+    made.__path__ = [str(tmp_path)]  # type: ignore[attr-defined]
+    (bad,) = catalogue(entry(lambda: made)).broken()
+    assert "attention.py" in bad.error or "attention/__init__.py" in bad.error
+    assert "hides the hook attention()" in bad.error and "another name" in bad.error
+    made = module(devices=lambda: [spec()])  # no such hook: the file is the package's own affair
+    made.__path__ = [str(tmp_path)]  # type: ignore[attr-defined]
+    assert not catalogue(entry(lambda: made)).broken()
+
+
 def test_a_feature_plugin_of_another_api_is_recorded() -> None:
     made = module(extensions=nothing)
     made.OARLOCK_API = (9, 0)  # type: ignore[attr-defined]
