@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "plugins" / "template_backend"
 TARGET = ROOT / "core" / "oarlock" / "cli" / "backend_template.txt"
 BOTH = ("pyproject.toml", "README.md")
-PACKAGE = ("__init__.py", "device.py", "ops.py", "attention.py", "graph.py")
+PACKAGE = ("__init__.py", "device.py", "ops.py", "paged.py", "graph.py")
 
 
 def files() -> list[tuple[str, str, Path]]:

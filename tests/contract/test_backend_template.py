@@ -84,7 +84,7 @@ def test_a_copy_bears_its_own_name_only(minimal):
     assert "template" not in everything.lower()
     for word in ('name = "oarlock-mychip"', 'mychip = "oarlock_mychip"', "class MychipDevice(Device)", 'name="mychip"', "oarlock_mychip.device:MychipDevice"):
         assert word in everything
-    assert ("oarlock_mychip/attention.py" in files) is not minimal
+    assert ("oarlock_mychip/paged.py" in files) is not minimal
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def install(folder: Path, site: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "flags", "cases"),
-    [("mychip", ["--minimal"], ["--level", "0-4", "--quick"]), ("acme", [], ["--level", "0-4", "-k", r"contract|device|runner\[float32,dense"])],
+    [("mychip", ["--minimal"], ["--level", "0-4", "--quick", "-k", "contract|device|float32"]), ("acme", [], ["--level", "0-4", "-k", r"contract|device|attention\[float32,mixed|runner\[float32,dense,mixtures"])],
 )  # fmt: skip
 def test_a_new_backend_conforms_after_pip_install(site, tmp_path, name, flags, cases):
     made = run("oarlock.cli.main", "new-backend", name, *flags, path=site, cwd=tmp_path)

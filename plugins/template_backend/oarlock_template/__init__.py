@@ -24,6 +24,7 @@ from oarlock.backend_api import (
 
 DTYPES = ("float32", "bfloat16")  # preferred first
 BLOCK_SIZES = (16, 32)
+MAX_HEAD_DIM = 256
 PRIORITY = 10  # above core's references, below a feature plugin that someone installs on purpose
 
 
@@ -68,14 +69,14 @@ def supports_op(*, dtype: str, **_: Any) -> Support:
 
 @hookimpl
 def attention(device: Any) -> list[AttentionSpec]:
-    """Called once for each group of layers; core's reference serves a group that we do not support."""
-    return [AttentionSpec("template", "oarlock_template.attention:TemplateAttention", PRIORITY, supports_attention)]
+    """Called once for each group of layers. No module beside this one is called as a hook is: importing it would hide the hook."""
+    return [AttentionSpec("template", "oarlock_template.paged:TemplateAttention", PRIORITY, supports_attention)]
 
 
-def supports_attention(*, dtype: str, window: int | None, **_: Any) -> Support:
+def supports_attention(*, dtype: str, head_dim: int, **_: Any) -> Support:
     reasons = list(supports_op(dtype=dtype).reasons)
-    if window is not None:
-        reasons.append(f"a window of {window}: it always reads the whole context")
+    if head_dim > MAX_HEAD_DIM:
+        reasons.append(f"head_dim {head_dim} exceeds {MAX_HEAD_DIM}")
     return Support(not reasons, tuple(reasons))
 
 

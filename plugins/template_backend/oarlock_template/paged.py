@@ -20,7 +20,7 @@ class Region:
     """What all layers of a step share. context = blocks of the table * block_size."""
 
     blocks: torch.Tensor  # [num_rows, num_blocks] int32
-    outside: torch.Tensor  # [num_rows, context] bool: no key of this row
+    outside: torch.Tensor  # [num_rows, context] bool: no query of this row sees the key, which may be NaN
     hidden: torch.Tensor  # [num_rows, max_q, context] bool: the query must not see the key
     take: torch.Tensor | None  # [num_rows, max_q] int32: the token of each query; None where token i is row i
     back: torch.Tensor | None  # [num_tokens] int32: where each token went, in num_rows * max_q
@@ -42,8 +42,10 @@ class TemplateAttention(Attention):
         start, end = query_start_loc[:-1], query_start_loc[1:]
         new = torch.ones_like(seq_lens) if max_q == 1 else end - start  # tokens of each row in this step
         keys, queries = count(block_tables.shape[1] * self.block_size), (seq_lens - new)[:, None] + count(max_q)
-        outside = keys >= seq_lens[:, None]
-        hidden = outside[:, None] | (keys > queries[..., None])
+        hidden = (keys >= seq_lens[:, None])[:, None] | (keys > queries[..., None])
+        if self.params.window is not None:
+            hidden = hidden | (keys <= queries[..., None] - self.params.window)
+        outside = hidden.all(1)  # blocks that lie before every query's window are freed too
         if max_q == 1:
             return Region(block_tables, outside, hidden, None, None)
         take = (start[:, None] + count(max_q)).clamp(max=num_tokens - 1)

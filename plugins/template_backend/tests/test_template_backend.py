@@ -23,7 +23,9 @@ def test_own_parts_conform():
     assert all(f"{op} " in done.stdout for op in own)
 
 
-@pytest.mark.parametrize(("dtype", "window", "ok"), [("float32", None, True), ("bfloat16", None, True), ("float16", None, False), ("float32", 64, False)])
-def test_what_is_not_supported_is_declared(dtype, window, ok):
-    support = oarlock_template.supports_attention(dtype=dtype, window=window, head_dim=64)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "ok"), [("float32", 64, True), ("bfloat16", 256, True), ("float16", 64, False), ("float32", 512, False)]
+)
+def test_what_is_not_supported_is_declared(dtype, head_dim, ok):
+    support = oarlock_template.supports_attention(dtype=dtype, head_dim=head_dim, window=None)
     assert support.ok is ok and bool(support.reasons) is not ok
