@@ -8,8 +8,8 @@ Never: imports a heavy module; calls a hook once serving has begun (`hook_calls(
 
 from __future__ import annotations
 
-import logging
 import inspect
+import logging
 import os
 import re
 import sys
