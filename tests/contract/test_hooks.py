@@ -242,9 +242,9 @@ def test_a_broken_plugin_that_was_asked_for_ends_the_start_and_is_named(oarlock_
 
 
 def test_a_hook_of_another_name_makes_the_plugin_broken(oarlock_with):
-    source = "from oarlock.backend_api import hookimpl\n\n@hookimpl\ndef quantization():\n    return []\n"
+    source = "from oarlock.backend_api import hookimpl\n\n@hookimpl\ndef speculation():\n    return []\n"
     text = oarlock_with("doctor", "--device", "null", source=source, group="oarlock.plugins").stdout
-    assert "implements a hook that Oarlock does not have" in text and "quantization" in text
+    assert "implements a hook that Oarlock does not have" in text and "speculation" in text
 
 
 def test_a_stranger_needs_no_more_than_the_public_surface(oarlock_with):

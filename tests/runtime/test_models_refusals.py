@@ -43,24 +43,6 @@ def test_config_values_that_are_not_computed_are_refused(checkpoint, tmp_path, n
         build(tmp_path, checkpoint(name).path, **changes)
 
 
-@pytest.mark.parametrize(
-    ("config", "method"),
-    [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq"),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
-        ({"format": "pack-quantized", "config_groups": {}}, "compressed-tensors"),
-        ({"w_bit": 4, "q_group_size": 128}, "4 bits a weight"),
-    ],
-    ids=["gptq", "fp8", "compressed", "awq file"],
-)
-def test_quantised_checkpoints_are_refused_in_one_line(checkpoint, tmp_path, config, method):
-    with pytest.raises(ModelError) as caught:
-        build(tmp_path, checkpoint("llama").path, quantization_config=config)
-    text = str(caught.value)
-    assert text.startswith(f"{tmp_path} is quantised ({method})") and "use the unquantised checkpoint, or a GGUF file" in text
-    assert "\n" not in text
-
-
 def test_every_native_architecture_has_a_tiny_checkpoint():
     import checkpoints
 

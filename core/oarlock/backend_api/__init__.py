@@ -19,6 +19,7 @@ from oarlock.backend_api.specs import (
     OptionSpec,
     ProbeResult,
     Problem,
+    QuantizationMethod,
     Support,
     always,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "OptionSpec",
     "ProbeResult",
     "Problem",
+    "QuantizationMethod",
     "Support",
     "always",
     "hookimpl",

@@ -88,6 +88,18 @@ class Hooks:
         """
 
     @hookspec
+    def quantization(self) -> list[specs.QuantizationMethod]:
+        """Ways to read quantised checkpoints. A factory is imported in the worker, for a checkpoint that its method reads.
+
+        When: configure, in the front process, and worker start; once in each. No torch.
+        Example:
+            @hookimpl
+            def quantization():
+                is_mine = lambda settings: settings.get("quant_method") == "mine"
+                return [QuantizationMethod(name="mine", factory="my_pkg.reader:MyQuantization", recognises=is_mine)]
+        """
+
+    @hookspec
     def attention(self, device: Any) -> list[specs.AttentionSpec]:
         """Attention implementations for this device.
 

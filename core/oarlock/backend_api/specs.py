@@ -108,6 +108,17 @@ class Extension:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizationMethod:
+    """A way to read quantised checkpoints. Core's own are gptq and compressed-tensors."""
+
+    name: str  # a value of --quantization
+    factory: str  # subclass of backend_api.runtime.Quantization
+    recognises: Callable[[dict[str, Any]], bool]  # given config.json's quantization_config, or what stands in its place; does not raise
+    priority: int = 0  # among those that recognise a checkpoint; core's own have 0
+    aliases: tuple[str, ...] = ()  # more values of --quantization that mean it
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """An attention implementation: cache layout, metadata, KV write and paged attention together."""
 
@@ -115,6 +126,7 @@ class AttentionSpec:
     factory: str  # subclass of backend_api.runtime.Attention
     priority: int = 0
     supports: Callable[..., Support] = always  # supports(kind=, head_dim=, num_heads=, num_kv_heads=, dtype=, block_size=, window=, softcap=)
+    kv_dtypes: tuple[str, ...] = ("auto",)  # dtypes of the cache that it serves: "auto" (the model's), "fp8_e4m3", "fp8_e5m2"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from oarlock.engine.client import InProcessClient
 from oarlock.engine.core import EngineCore
 from oarlock.engine.sinks import Sink, StatsLog, make_feed
 from oarlock.executor import make_executor
-from oarlock.model_summary import ModelSummary
+from oarlock.model_summary import ModelSummary, load_summary
 from oarlock.plugins import Catalogue, apply_environment, installed, select_device, worker_plugins
+from oarlock.quantization import choose_method, methods
 
 if TYPE_CHECKING:
     from oarlock.engine.process_client import ProcessClient
@@ -72,20 +73,25 @@ def choose_device(config: EngineConfig, catalogue: Catalogue) -> Selection:
     return selection
 
 
-def prepare(config: EngineConfig, summary: ModelSummary) -> Launch:
+def prepare(config: EngineConfig, summary: ModelSummary | None = None) -> Launch:
     """Choose the device and ask the plugins: once for each engine, in the front process.
+
+    `summary`: of the model, where it is known; else it is read once there is a device, as that may be a download of minutes.
 
     Raises:
         PluginError: no device can serve, or a plugin asks for what it may not.
+        ModelError: the model is not there, or its files cannot be understood.
         ConfigError, UnsupportedByBackend: what cannot be honoured, and why.
     """
     catalogue = installed()
     selection = choose_device(config, catalogue)
+    summary = load_summary(config.model) if summary is None else summary
     manager = worker_plugins(selection.spec.name, catalogue)
     config = changes.complete_options(config, selection.spec.name, catalogue)
     config = changes.adjust(config, selection.spec, manager)
     check_claims(selection.probe.claims, config, selection.spec.name)
     changes.check(config, summary, selection.spec, manager)
+    choose_method(config.model, summary, methods(manager))  # what no reader reads is said before a process starts
     return Launch(config, summary, selection)
 
 

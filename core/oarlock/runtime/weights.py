@@ -1,21 +1,23 @@
 """Fills the weight tree from a checkpoint: pull each tensor, shard, concatenate, place. Never two copies of the model.
 
 Owns: sharding arithmetic and the check that every checkpoint tensor is used.
-Reads: `layers.spec.WeightSpec`, a checkpoint (names, shape, get), `backend_api.runtime.Device`.
+Reads: `layers.spec.WeightSpec`, a checkpoint (names, shape, get), `quantization.loading`, `backend_api.runtime.Device`.
 Never: knows a file format or a model family.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 
-from oarlock.backend_api.runtime import Device
+from oarlock.backend_api.runtime import Device, LinearFormat, Quantization
 from oarlock.errors import WeightMismatch
 from oarlock.runtime.layers.spec import WeightSpec
+from oarlock.runtime.quantization.loading import QuantizedReader
 
 # Tensors that checkpoints carry and no model reads: tables that are computed, buffers of training.
 IGNORED = (
@@ -23,6 +25,9 @@ IGNORED = (
     "attention.masked_bias", "embed_positions._float_tensor",
 )  # fmt: skip
 
+
+# Scales of an fp8 KV cache: read by `kv_scales` where the cache is one.
+KV_SCALE = re.compile(r"\blayers\.(\d+)\..*\b(k_scale|v_scale|kv_scale)$")
 
 Read = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]  # (name, shape, dtype) -> a tensor as the checkpoint keeps it
 
@@ -55,8 +60,11 @@ def shard_rows(tensor: torch.Tensor, heads: int, rank: int, size: int) -> torch.
 class WeightLoader:
     """Loads one model on one rank."""
 
-    def __init__(self, source: Source, device: Device, dtype: torch.dtype, rank: int, size: int, prepare: dict[str, Callable[[torch.Tensor], Any]]) -> None:
+    def __init__(
+        self, source: Source, device: Device, dtype: torch.dtype, rank: int, size: int, prepare: dict[str, Callable[..., Any]], quantization: Quantization | None = None
+    ) -> None:
         self.source, self.device, self.dtype, self.rank, self.size, self.prepare = source, device, dtype, rank, size, prepare
+        self.quantised = QuantizedReader(quantization, source.names(), source.is_dummy, rank, size) if quantization is not None else None
         self.bytes = 0
 
     def load(self, specs: Iterable[WeightSpec], progress: Callable[[Iterable[WeightSpec]], Iterable[WeightSpec]] = lambda s: s) -> dict[str, Any]:
@@ -67,40 +75,95 @@ class WeightLoader:
         """
         tree: dict[str, Any] = {}
         for spec in progress(self.wanted(specs)):
-            whole = self._whole(spec, self._read)
-            self.bytes += whole.numel() * whole.element_size()
+            formats = self._formats(spec)
+            if formats is not None and spec.kind != "lm_head":
+                self._load_quantised(tree, spec, formats)
+                continue
+            whole = self._whole(spec, self._read) if formats is None else self._head(spec, formats, self._read_stored)
+            self.bytes += whole.nbytes
             placed = self.device.place(".".join(map(str, spec.path)), whole, spec.shard)
             prepare = self.prepare.get(spec.kind)
             _put(tree, spec.path, prepare(placed) if prepare is not None and placed.dim() == 2 else placed)
         return tree
 
+    def _load_quantised(self, tree: dict[str, Any], spec: WeightSpec, formats: tuple[LinearFormat, ...]) -> None:
+        assert self.quantised is not None
+        path, weight = self.quantised.path(spec, formats), self.quantised.weight(spec, formats, self._shard, self._read_stored)
+        by_runs = "groups" not in weight and weight["scales"].shape[-1] > 1  # then scales are divided as the columns are
+        for name, tensor in weight.items():
+            self.bytes += tensor.nbytes
+            follows = name == "codes" or (name not in ("groups", "input_scale") if spec.shard != "row" else name in ("scales", "zeros") and by_runs)
+            weight[name] = self.device.place(".".join(map(str, (*path, name))), tensor, spec.shard if follows else "none")
+        prepare = self.prepare.get(f"linear_{path[-1]}") if spec.kind == "linear" else None
+        _put(tree, path, prepare(weight) if prepare is not None else weight)
+
+    def _head(self, spec: WeightSpec, formats: tuple[LinearFormat, ...], read: Any) -> torch.Tensor:
+        assert self.quantised is not None
+        return self.quantised.dequantised(self.quantised.weight(spec, formats, self._shard, read), spec, formats, self.dtype)
+
     def measure(self, specs: Iterable[WeightSpec]) -> dict[str, int]:
         """Bytes of what `load` would place, by the first part of the path; nothing is read. Raises WeightMismatch as `load`."""
         found: dict[str, int] = {}
+        known: dict[Any, int] = {}  # layers are alike
         for spec in self.wanted(specs):
-            whole = self._whole(spec, lambda name, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
-            found[str(spec.path[0])] = found.get(str(spec.path[0]), 0) + whole.numel() * whole.element_size()
+            formats = self._formats(spec)
+            like = (spec.shapes, spec.shard, spec.transpose, spec.split, spec.heads, spec.stack, spec.stack_parts, spec.dtype, formats)
+            if like not in known:
+                known[like] = self._measured(spec, formats)
+            found[str(spec.path[0])] = found.get(str(spec.path[0]), 0) + known[like]
         return found
+
+    def _measured(self, spec: WeightSpec, formats: tuple[LinearFormat, ...] | None) -> int:
+        def meta(name: str, shape: tuple[int, ...], dtype: torch.dtype | None, is_index: bool = False) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+        if formats is None or self.quantised is None:
+            return self._whole(spec, meta).nbytes
+        if spec.kind == "lm_head":
+            return self._head(spec, formats, meta).nbytes
+        return sum(tensor.nbytes for tensor in self.quantised.weight(spec, formats, self._shard, meta).values())
+
+    def _formats(self, spec: WeightSpec) -> tuple[LinearFormat, ...] | None:
+        return self.quantised.formats(spec) if self.quantised is not None else None
 
     def wanted(self, specs: Iterable[WeightSpec]) -> list[WeightSpec]:
         """Those that the checkpoint has. Raises WeightMismatch for one that must be there, and for tensors that nothing wants."""
         names, found, used = self.source.names(), [], set()
+        unused_biases: set[str] = set()
+        experts: dict[Any, str] = {}
         for spec in specs:
-            missing = [s for s in spec.sources if s not in names]
+            formats = self._formats(spec)
+            if spec.stack and self.quantised is not None:
+                scheme = self.quantised.scheme(spec, formats) if formats is not None else "plain"
+                if experts.setdefault(spec.path[:-1], scheme) != scheme:
+                    raise WeightMismatch(f"{spec.sources[0]} is stored as {scheme}, the experts' other weights as {experts[spec.path[:-1]]}; they are computed as one")
+            if formats is not None and self.quantised is not None:
+                sources, missing = self.quantised.stored(spec, formats)
+                unused_biases.update(s.removesuffix("weight") + "bias" for s in spec.sources)
+            else:
+                sources, missing = list(spec.sources), [s for s in spec.sources if s not in names]
             if (missing or self.source.is_dummy) and spec.optional:
                 continue
             if missing and not self.source.is_dummy:
                 near = ", ".join(sorted(n for n in names if n.split(".")[-2:] == missing[0].split(".")[-2:])[:3])
                 raise WeightMismatch(f"the checkpoint lacks {missing[0]}, needed for {'.'.join(map(str, spec.path))}" + (f"; it has {near}" if near else ""))
             found.append(spec)
-            used.update(spec.sources)
-        left = sorted(n for n in names - used if not n.endswith(IGNORED))
+            used.update(sources)
+        left = sorted(n for n in names - used if not n.endswith(IGNORED) and not KV_SCALE.search(n))
+        # Older quantisers gave every linear a bias, of zeros where the model has none.
+        left = [n for n in left if n not in unused_biases or bool(self.source.get(n).any())]
         if left:
             raise WeightMismatch(f"{len(left)} tensors of the checkpoint belong nowhere in this model, the first is {left[0]}")
         return found
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.source.get_shaped(name, shape, dtype) if self.source.is_dummy else self.source.get(name, dtype)
+
+    def _read_stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, is_index: bool) -> torch.Tensor:
+        """As the checkpoint keeps it."""
+        if not self.source.is_dummy:
+            return self.source.get(name)
+        return torch.zeros(shape, dtype=dtype) if is_index else self.source.get_shaped(name, shape, dtype or self.dtype)
 
     def _whole(self, spec: WeightSpec, read: Read) -> torch.Tensor:
         """This rank's part of a weight, contiguous."""
@@ -128,14 +191,18 @@ class WeightLoader:
             tensor = tensor.t()
         if spec.unit_offset:
             tensor = (tensor.float() + 1).to(dtype)
-        if spec.shard == "column" or spec.shard == "vocab":
-            if spec.split:
-                cut = torch.split(tensor, [rows for rows, _ in spec.split], 0)
-                return torch.cat([shard_rows(t, heads, self.rank, self.size) for t, (_, heads) in zip(cut, spec.split, strict=True)])
-            return shard_rows(tensor, spec.heads[at] if spec.heads else 0, self.rank, self.size)
         if spec.shard == "row" and self.size > 1 and tensor.dim() == 2:
             return tensor.chunk(self.size, 1)[self.rank]
-        return tensor
+        return self._shard(spec, at, tensor)
+
+    def _shard(self, spec: WeightSpec, at: int, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of dimension 0, where that is the one to divide."""
+        if spec.shard != "column" and spec.shard != "vocab":
+            return tensor
+        if not spec.split:
+            return shard_rows(tensor, spec.heads[at] if spec.heads else 0, self.rank, self.size)
+        cut = torch.split(tensor, [rows for rows, _ in spec.split], 0)
+        return torch.cat([shard_rows(t, heads, self.rank, self.size) for t, (_, heads) in zip(cut, spec.split, strict=True)])
 
 
 def _put(tree: Any, path: tuple[str | int, ...], value: Any) -> None:

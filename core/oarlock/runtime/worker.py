@@ -26,16 +26,18 @@ from oarlock.backend_api.runtime import (
     GraphRunner,
     IdentityCommunicator,
     Ops,
+    Quantization,
 )
 from oarlock.backend_api.runtime.ops import resolve
 from oarlock.config.device_rules import check_device, notes_for
 from oarlock.config.resolve import token_budget
 from oarlock.config.sections import EngineConfig
-from oarlock.errors import ConfigError, OutOfDeviceMemory, PluginError, UnsupportedByBackend
+from oarlock.errors import ConfigError, ModelError, OutOfDeviceMemory, PluginError, UnsupportedByBackend
 from oarlock.memory_plan import MemoryNeeds, MemoryPlan, gib, plan_worker
 from oarlock.messages import SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
 from oarlock.plugins import collect, worker_plugins
+from oarlock.quantization import choose_method, methods
 from oarlock.runtime.choice import best, choose_attention, choose_graph_runner, choose_ops
 from oarlock.runtime.layers.spec import WeightSpec
 from oarlock.runtime.loader import open_checkpoint, progress
@@ -128,10 +130,10 @@ class Worker:
     @contextlib.contextmanager
     def _planned(self, free: int, total: int) -> Iterator[tuple[WeightLoader, list[WeightSpec]]]:
         """The plan is made; what loads the weights, and which."""
-        specs = self._build()
+        specs, quantization = self._build(), self._quantization()
         checkpoint = open_checkpoint(self.summary, self.config.model)
         try:
-            loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare)
+            loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare, quantization)
             self.plan = self._plan(free, total, {**loader.measure(specs), "rope": self._table_bytes()})
             yield loader, specs
         finally:
@@ -181,6 +183,17 @@ class Worker:
             self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype, given, remote_code=self.config.model.trust_remote_code
         )
         return specs
+
+    def _quantization(self) -> Quantization | None:
+        """What reads the checkpoint's quantised weights, where it has any. Raises as `choose_method`; ModelError for settings that are not read."""
+        method = choose_method(self.config.model, self.summary, methods(self.plugins))
+        if method is None:
+            return None
+        try:
+            made: Quantization = resolve(method.factory)(self.summary.quantization_config)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ModelError(f"{self.summary.path} is quantised with settings of {method.name} that cannot be read: {error}") from error
+        return made
 
     def _table_bytes(self) -> int:
         with torch.device("meta"):  # shapes only

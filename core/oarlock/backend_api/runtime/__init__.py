@@ -10,6 +10,7 @@ from oarlock.backend_api.runtime.communicator import Communicator, DistributedCo
 from oarlock.backend_api.runtime.device import Device
 from oarlock.backend_api.runtime.graph import EagerRunner, GraphRunner, PureProgram
 from oarlock.backend_api.runtime.ops import Op, Ops, bind_ops, register_op, registry
+from oarlock.backend_api.runtime.quantization import LinearFormat, Quantization, QuantizedWeight, StoredTensor
 
 __all__ = [
     "Attention",
@@ -20,9 +21,13 @@ __all__ = [
     "EagerRunner",
     "GraphRunner",
     "IdentityCommunicator",
+    "LinearFormat",
     "Op",
     "Ops",
     "PureProgram",
+    "Quantization",
+    "QuantizedWeight",
+    "StoredTensor",
     "bind_ops",
     "register_op",
     "registry",

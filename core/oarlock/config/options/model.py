@@ -12,9 +12,6 @@ from functools import partial
 from oarlock.config.option import Option
 
 DEFAULT_MODEL = "facebook/opt-125m"
-QUANTIZATIONS = (
-    "aqlm", "awq", "deepspeedfp", "fp8", "marlin", "gptq_marlin_24", "gptq_marlin", "gptq", "squeezellm", "compressed-tensors", "bitsandbytes",
-)  # fmt: skip
 _DTYPES = {"half": "float16", "float": "float32"}
 
 _option = partial(Option, group="Model, tokenizer, loading")
@@ -86,9 +83,8 @@ OPTIONS: tuple[Option, ...] = (
         "that holds such a file.", "model.generation_config", store=lambda value: "none" if value == "vllm" else value,
     ),
     _option(
-        "quantization", "str", None, "How the weights are quantized. Unset: what the checkpoint says.", "model.quantization",
-        group="Quantization", aliases=("q",), choices=QUANTIZATIONS, built=(), feature="reader for quantized checkpoints of that kind",
-        remedy="leave it out and take an unquantized checkpoint or a .gguf file",
+        "quantization", "str", None, "How the weights are quantized: gptq (or gptq_marlin), compressed-tensors, or what an installed plugin reads. "
+        "Unset: what the checkpoint says.", "model.quantization", group="Quantization", aliases=("q",),
     ),
     _option(
         "quantization-param-path", "str", None, "JSON file with scales for an fp8 KV cache.", group="Quantization",

@@ -48,14 +48,22 @@ Layer = Callable[[Tree, torch.Tensor, torch.Tensor | None, Cache, StepContext], 
 
 def apply_linear(ops: Ops, x: torch.Tensor, w: Tree) -> torch.Tensor:
     """A linear whose output every rank keeps for itself."""
-    return ops.linear(x, w["weight"], w.get("bias"))
+    return _linear(ops, x, w, w.get("bias"))
+
+
+def _linear(ops: Ops, x: torch.Tensor, w: Tree, bias: torch.Tensor | None) -> torch.Tensor:
+    """The op that the weight is for: {"weight": plain, "bias"?} or {scheme: quantised, "bias"?}."""
+    if "weight" in w:
+        return ops.linear(x, w["weight"], bias)
+    scheme = next(key for key in w if key != "bias")
+    return getattr(ops, f"linear_{scheme}")(x, w[scheme], bias)
 
 
 def row_linear(ops: Ops, comm: Communicator, x: torch.Tensor, w: Tree) -> torch.Tensor:
     """A linear over a sharded input: partial sums are added over ranks, the bias once."""
     if comm.size == 1:
-        return ops.linear(x, w["weight"], w.get("bias"))
-    out = comm.all_reduce(ops.linear(x, w["weight"], None))
+        return _linear(ops, x, w, w.get("bias"))
+    out = comm.all_reduce(_linear(ops, x, w, None))
     return out if w.get("bias") is None else out + w["bias"]
 
 
@@ -110,8 +118,15 @@ def feed_forward(ops: Ops, plan: LayerPlan, w: Tree, h: torch.Tensor, step: Step
     if mlp.kind == "plain":
         return row_linear(ops, plan.comm, ops.activation(apply_linear(ops, h, w["up"]), mlp.activation), w["down"])
     weights, ids = ops.moe_topk(apply_linear(ops, h, w["router"]), mlp.top_k, mlp.renormalise)
-    out = ops.moe_experts(h, w["experts"]["w13"], w["experts"]["w2"], weights, ids, step.valid)
-    return plan.comm.all_reduce(out)
+    return plan.comm.all_reduce(_experts(ops, w["experts"])(h, weights, ids, step.valid))
+
+
+def _experts(ops: Ops, w: Tree) -> Callable[..., torch.Tensor]:
+    """{"w13", "w2"} plain, or {scheme: {"w13", "w2"}}."""
+    if "w13" in w:
+        return lambda h, *routing: ops.moe_experts(h, w["w13"], w["w2"], *routing)
+    ((scheme, quantised),) = w.items()
+    return lambda h, *routing: getattr(ops, f"moe_experts_{scheme}")(h, quantised["w13"], quantised["w2"], *routing)
 
 
 def make_decoder_layer(ops: Ops, plan: LayerPlan) -> Layer:

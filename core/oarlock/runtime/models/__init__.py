@@ -55,11 +55,10 @@ def build_model(
     one is served through transformers' modelling code where that allows it.
 
     Raises:
-        ModelError: the checkpoint is quantised, or its config holds what the family does not compute.
+        ModelError: the config holds what the family does not compute; or the checkpoint is quantised, without a native file for it.
         ConfigError: the model cannot be divided over so many ranks.
         UnsupportedArchitecture: neither way serves this architecture.
     """
-    _refuse_quantised(summary)
     if family is None and summary.architecture not in FAMILIES:
         return _from_transformers(summary, comm, make_attention, block_size, dtype, remote_code)
     family = family or importlib.import_module(f"oarlock.runtime.models.{FAMILIES[summary.architecture]}")
@@ -74,6 +73,11 @@ def _from_transformers(
 ) -> tuple[Any, list[WeightSpec]]:
     from oarlock.runtime.models.transformers_path import Refused, build_from_transformers
 
+    if summary.quantization_config:
+        raise ModelError(
+            f"{summary.path} is quantised, and {summary.architecture} has no native model file: transformers' own code is served with plain weights only; "
+            "take an unquantised checkpoint"
+        )
     try:
         return build_from_transformers(summary, comm, make_attention, block_size, dtype, remote_code)
     except Refused as refused:
@@ -89,17 +93,6 @@ def _nearest(architecture: str) -> list[str]:
     stems = {name.partition("For")[0].removesuffix("LMHeadModel"): name for name in FAMILIES}
     near = difflib.get_close_matches(architecture.partition("For")[0], stems, n=3, cutoff=0.5)
     return [stems[stem] for stem in near] or ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"]
-
-
-def _refuse_quantised(summary: ModelSummary) -> None:
-    found = summary.quantization_config
-    if not found:
-        return
-    method = found.get("quant_method") or found.get("quantization") or ("compressed-tensors" if "format" in found else None)
-    method = method or f"{found.get('bits', found.get('w_bit', found.get('wbits', 'unknown')))} bits a weight"
-    raise ModelError(
-        f"{summary.path} is quantised ({method}), which this version does not read; use the unquantised checkpoint, or a GGUF file of the model"
-    )
 
 
 def _check_division(spec: ModelSpec, weights: list[WeightSpec], size: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from oarlock.backend_api.runtime import Attention, AttentionParams, Communicator, Ops
 from oarlock.kv_spec import KVGroup, KVSpec, make_groups
-from oarlock.runtime.layers.decoder import LayerPlan, StepContext, apply_norm
+from oarlock.runtime.layers.decoder import LayerPlan, StepContext, apply_linear, apply_norm
 from oarlock.runtime.layers.rope import rope_table
 from oarlock.runtime.layers.spec import AttentionSpec, ModelSpec
 
@@ -96,7 +96,7 @@ class NativeModel:
         if spec.embed_scale is not None:
             x = x * self.embed_scale
         if "project_in" in weights:
-            x = self.ops.linear(x, weights["project_in"]["weight"], None)
+            x = apply_linear(self.ops, x, weights["project_in"])
         if spec.learned_positions:
             x = x + self.ops.embedding(positions + spec.position_offset, weights["positions"]["weight"])
         return x
@@ -105,7 +105,7 @@ class NativeModel:
         spec = self.spec
         x = apply_norm(self.ops, spec.norm, hidden, weights["final_norm"]) if spec.final_norm else hidden
         if "project_out" in weights:
-            x = self.ops.linear(x, weights["project_out"]["weight"], None)
+            x = apply_linear(self.ops, x, weights["project_out"])
         logits = self.ops.lm_head(x, weights["lm_head"]["weight"], weights["lm_head"].get("bias"))
         if self.comm.size > 1 and logits.shape[-1] != spec.vocab_size:
             logits = self.comm.all_gather(logits)

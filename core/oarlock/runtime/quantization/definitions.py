@@ -42,7 +42,7 @@ _EXPERTS: tuple[dict[str, Any], ...] = (
     {"tokens": 7, "experts": 5, "k": 3, "hidden": 33, "size": 17, "padded": 1},
     {"tokens": 1, "experts": 1, "k": 1, "hidden": 8, "size": 4},
     {"tokens": 0, "experts": 8, "k": 2, "hidden": 64, "size": 32},
-    {"tokens": 40, "experts": 8, "k": 2, "hidden": 64, "size": 32, "group": 32, "routing": "one", "padded": 1},
+    {"tokens": 130, "experts": 8, "k": 2, "hidden": 64, "size": 32, "group": 32, "routing": "one", "padded": 1},
 )
 _ORDERED = (*_EXPERTS, {"tokens": 9, "experts": 4, "k": 2, "hidden": 48, "size": 32, "group": 16, "zeros": 1, "order": 1})
 
