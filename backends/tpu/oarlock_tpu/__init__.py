@@ -1,0 +1,1 @@
+"""The tpu device of Oarlock: Google TPUs through JAX."""
