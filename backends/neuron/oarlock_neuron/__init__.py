@@ -1,0 +1,1 @@
+"""The neuron device of Oarlock: AWS Trainium through TorchNeuron."""
