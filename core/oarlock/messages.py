@@ -202,6 +202,7 @@ class WorkerReady:
     load_s: float = 0.0
     warmup_s: float = 0.0
     num_programs: int = 0
+    program_folder: str = ""  # GraphRunner.kept_in()
 
 
 # ---------------------------------------------------------------- engine -> front end, once
@@ -224,5 +225,7 @@ class EngineInfo:
     memory_plan: tuple[tuple[str, int, str], ...] = ()
     load_s: float = 0.0
     warmup_s: float = 0.0
+    num_programs: int = 0
+    program_folder: str = ""  # where they are kept for the next start; "": nowhere
     max_logit_bias: int = 0  # entries of one request; 0: as many as there are tokens
     supports_host_callbacks: bool = False  # in-process: per-request logits processors are possible

@@ -71,6 +71,9 @@ class NeuronRunner(GraphRunner):
     def refuses_unwarmed(self) -> bool:
         return True
 
+    def kept_in(self) -> str:
+        return str(self.cache.folder)
+
 
 class _Flat:
     """A pure program over flat tuples: (leaves of all arguments) -> (leaves of written state, then leaves of outputs)."""

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "devices": ("oarlock.cli.devices:main", "list devices, and why each can or cannot be used"),
     "doctor": ("oarlock.cli.doctor:main", "examine the installation and one device closely"),
     "plan": ("oarlock.cli.plan:main", "print the memory plan of a model without loading it"),
+    "compile": ("oarlock.cli.compile:main", "compile a model's programs ahead of time, where a device compiles"),
     "conformance": ("oarlock.cli.conformance:main", "test a device against the conformance kit"),
     "new-backend": ("oarlock.cli.new_backend:main", "write the skeleton of a backend"),
 }

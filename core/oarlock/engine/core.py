@@ -81,6 +81,8 @@ class EngineCore:
             memory_plan=ready.memory_plan,
             load_s=ready.load_s,
             warmup_s=ready.warmup_s,
+            num_programs=ready.num_programs,
+            program_folder=ready.program_folder,
             max_logit_bias=0 if ready.buckets.is_exact else BIAS_BUCKET,
             supports_host_callbacks=self.executor.supports_host_callbacks,
         )

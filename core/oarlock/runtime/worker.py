@@ -120,6 +120,7 @@ class Worker:
             memory_plan=(*self.plan.rows, ("limit", 0, self.plan.limit)),
             threads=torch.get_num_threads(),
             load_s=time.monotonic() - started,
+            program_folder=self.graph.kept_in(),
         )
 
     def preview(self) -> MemoryPlan:

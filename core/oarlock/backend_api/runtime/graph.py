@@ -39,6 +39,10 @@ class GraphRunner(CheckedOverrides, abc.ABC):
         """Whether a key that warm-up did not compile is an error (compiled devices) or compiled on demand (eager)."""
         return False
 
+    def kept_in(self) -> str:
+        """The folder in which compiled programs outlive the process, so that the next start finds them; "": they do not."""
+        return ""
+
     def retire(self, old: dict[str, Any], new: dict[str, Any]) -> None:
         """Called after a program ran: `old` written state is dead unless `new` holds the same tensors."""
 
