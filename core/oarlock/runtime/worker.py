@@ -157,6 +157,8 @@ class Worker:
         self.graph: GraphRunner = choose_graph_runner([] if eager else collect(self.plugins, "graph_runner", device=self.device), self.device)
         self.ops: Ops = choose_ops(collect(self.plugins, "kernels", device=self.device), self.device, self.dtype_name)
         self.attention_name, self.attention_rejected = "reference", ""
+        self._partial_attention: list[str] = []  # implementations that serve some groups of this model, in another layout than the rest
+        self._attention_served: set[str] = set()
 
     def _communicator(self, offered: list[Any]) -> Communicator:
         if self.size == 1:
@@ -172,18 +174,28 @@ class Worker:
 
     def make_attention(self, params: AttentionParams, kind: str) -> Attention:
         """The attention implementation for one KV cache group: the supported one of highest priority, else the reference."""
-        records = collect(self.plugins, "attention", device=self.device)
-        made, self.attention_name, self.attention_rejected = choose_attention(records, self.device, params, kind, self.dtype_name, self.block_size)
+        records = [record for record in collect(self.plugins, "attention", device=self.device) if record.name not in self._partial_attention]
+        made, self.attention_name, rejected = choose_attention(records, self.device, params, kind, self.dtype_name, self.block_size)
+        partial = (f"{name}: serves some layers of this model only, in a layout of its own, and all layers share the cache" for name in self._partial_attention)
+        self.attention_rejected = " | ".join(filter(None, (rejected, *partial)))
+        self._attention_served.add(self.attention_name)
         return made
 
     def _build(self) -> list[WeightSpec]:
         """The model without weights; what weights it wants."""
         family = extensions.find("model", self.summary.architecture, self.device_name, own=self.summary.architecture in FAMILIES)
         given = extensions.load(family) if family is not None else None
-        self.model, specs = build_model(
-            self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype, given, remote_code=self.config.model.trust_remote_code
-        )
-        return specs
+        while True:
+            self._attention_served = set()
+            self.model, specs = build_model(
+                self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype, given, remote_code=self.config.model.trust_remote_code
+            )
+            of_plugins = self._attention_served - {"reference"}
+            if not of_plugins or len({attention.kv_layout(1) for attention in self.model.attentions}) == 1:
+                return specs
+            # Groups share their tensors, so one layout must do for all: without the best one, until it does.
+            priority = {record.name: record.priority for record in collect(self.plugins, "attention", device=self.device)}
+            self._partial_attention.append(max(of_plugins, key=lambda name: priority[name]))
 
     def _quantization(self) -> Quantization | None:
         """What reads the checkpoint's quantised weights, where it has any. Raises as `choose_method`; ModelError for settings that are not read."""
