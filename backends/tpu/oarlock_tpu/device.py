@@ -60,7 +60,7 @@ class TpuDevice(Device):
         self._chips = found[:wanted]
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        return vendor.env
+        return vendor.Context()
 
     def synchronise(self) -> None:
         """Launches are in order on each chip: the last one ends last."""

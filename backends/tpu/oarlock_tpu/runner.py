@@ -17,7 +17,6 @@ from oarlock_tpu import vendor
 from oarlock_tpu.vendor import jax
 
 log = logging.getLogger("oarlock.tpu")
-WRITTEN = 1  # the argument that is donated: state that a program replaces
 
 
 class XlaRunner(GraphRunner):
@@ -25,25 +24,54 @@ class XlaRunner(GraphRunner):
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
-        self._weights: tuple[Any, Any] = (None, None)  # the tree last given, and the same of JAX arrays
+        self._weights: tuple[Any, list[Any]] = (None, [])  # the tree last given, and its arrays
 
     def compile(self, fn: PureProgram, example: tuple[Any, ...], tag: str) -> PureProgram:
         """Traces and compiles at once; later calls must have exactly the example's shapes, which XLA checks."""
         started = time.monotonic()
-        args = vendor.to_jax(example)
-        compiled = jax.jit(vendor.as_jax(fn), donate_argnums=WRITTEN).lower(*args).compile()
+        flat = Flat(fn, example)
+        compiled = jax.jit(flat.trace, donate_argnums=1).lower(*vendor.to_jax(flat.leaves)).compile()
         log.debug("%s compiled in %.1f s", tag, time.monotonic() - started)
 
-        def run(weights: Any, *rest: Any) -> Any:
-            return vendor.to_torch(compiled(self._bound(weights), *vendor.to_jax(rest)))
+        def run(weights: Any, written: Any, read: Any, packed: Any, device_inputs: Any) -> Any:
+            others = vendor.to_jax(jax.tree.leaves((read, packed, device_inputs)))
+            state, outputs = compiled(self._bound(weights), vendor.to_jax(jax.tree.leaves(written)), others)
+            return flat.results(vendor.to_torch(state), vendor.to_torch(outputs))
 
         return run
 
     def refuses_unwarmed(self) -> bool:
         return True
 
-    def _bound(self, weights: Any) -> Any:
-        """The weight tree as JAX arrays: converted once, for it is the same at every step."""
+    def _bound(self, weights: Any) -> list[Any]:
+        """The weights as JAX arrays: converted once, for they are the same at every step."""
         if weights is not self._weights[0]:
-            self._weights = weights, vendor.to_jax(weights)
+            self._weights = weights, vendor.to_jax(jax.tree.leaves(weights))
         return self._weights[1]
+
+
+class Flat:
+    """A program over lists of arrays: (weights, written, the rest) -> (written, outputs).
+
+    Trees are taken apart because callers may build them of lists here and of tuples there.
+    """
+
+    def __init__(self, fn: PureProgram, example: tuple[Any, ...]) -> None:
+        self._fn = fn
+        parts = [jax.tree.flatten(part) for part in (example[0], example[1], tuple(example[2:]))]
+        self.leaves = tuple(leaves for leaves, _ in parts)  # as the example has them: tensors, or shapes
+        self._forms = [form for _, form in parts]
+        self._result_forms: tuple[Any, Any] = (None, None)  # known after the first trace
+
+    def trace(self, *lists: Any) -> tuple[list[Any], list[Any]]:
+        """The JAX function."""
+        trees = [jax.tree.unflatten(form, vendor.to_torch(leaves)) for form, leaves in zip(self._forms, lists, strict=True)]
+        with vendor.tracing():
+            state, outputs = self._fn(trees[0], trees[1], *trees[2])
+        flat = [jax.tree.flatten(part) for part in (state, outputs)]
+        self._result_forms = flat[0][1], flat[1][1]
+        return vendor.to_jax(flat[0][0]), vendor.to_jax(flat[1][0])
+
+    def results(self, state: list[Any], outputs: list[Any]) -> tuple[Any, Any]:
+        """What a call returned, in the program's own form."""
+        return jax.tree.unflatten(self._result_forms[0], state), jax.tree.unflatten(self._result_forms[1], outputs)

@@ -7,9 +7,10 @@ Never: knows a program or a model.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,15 @@ Tensor = torchax.tensor.Tensor
 env = torchax.default_env()
 env.config.force_materialize_views = True  # WORKAROUND(torchax 0.0.13 cannot index a view by a tensor)
 env.config.treat_cuda_as_jax_device = False
+
+
+def _promote_types(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    with torch._C.DisableTorchFunction(), torch.utils._mode_utils.no_dispatch():
+        return torch.promote_types(first, second)
+
+
 # WORKAROUND(torchax 0.0.13 looks for a lowering of what takes no tensor)
-env.override_op_definition(torch.promote_types, torch.promote_types)
+env.override_op_definition(torch.promote_types, _promote_types)
 # float32 means float32: by default a TPU multiplies it as bfloat16.
 jax.config.update("jax_default_matmul_precision", "highest")
 # torch's int64 becomes int32 where values fit; the programs ask for no wider ones.
@@ -130,18 +138,31 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     return to_torch(function(*to_jax(args)))
 
 
-def as_jax(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A torch function as a JAX function, to be traced."""
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Torch code inside computes with JAX, whatever it calls."""
+    with env, torch.no_grad():
+        yield
 
-    def traced(*args: Any) -> Any:
-        with env, torch.no_grad():
-            return to_jax(function(*to_torch(args)))
 
-    return traced
+class Context(torch.overrides.TorchFunctionMode):
+    """Sends to torchax what concerns its tensors, and nothing else.
+
+    torchax's own modes take every call, and some that readers of files make fail in them.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        is_ours = device is not None and torch.device(device).type == DEVICE.type
+        if is_ours or any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
+            with env:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def seed(value: int) -> None:
     env.manual_seed(value)
 
 
-__all__ = ["DEVICE", "Tensor", "as_jax", "call", "env", "from_numpy", "jax", "jnp", "seed", "to_jax", "to_numpy", "to_torch", "unwrap", "wrap"]
+__all__ = ["DEVICE", "Context", "Tensor", "call", "env", "from_numpy", "jax", "jnp", "seed", "to_jax", "to_numpy", "to_torch", "tracing", "unwrap", "wrap"]
