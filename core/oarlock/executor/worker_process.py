@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from oarlock.config.resolve import from_dict
+from oarlock.errors import OarlockError
 from oarlock.executor import frames
 from oarlock.executor.base import WORKER
 from oarlock.executor.codec import decode, encode
@@ -83,7 +84,8 @@ class WorkerLoop:
         try:
             return call(*args)
         except Exception as error:
-            log.error("rank %d: %s: %s", self.rank, type(error).__name__, error, exc_info=error)
+            if not isinstance(error, OarlockError):  # those say in words what is wrong, and the engine says it once for all ranks
+                log.error("rank %d: %s: %s", self.rank, type(error).__name__, error, exc_info=error)
             return error
 
     def _finish(self, launched: Any) -> None:
