@@ -76,7 +76,6 @@ class LLM:
         from oarlock.config.resolve import from_kwargs
         from oarlock.engine.launch import prepare
         from oarlock.frontend.tokenizer import load_tokenizer
-        from oarlock.model_summary import load_summary
 
         if tokenizer is not None:
             options["tokenizer"] = tokenizer
@@ -84,9 +83,9 @@ class LLM:
         for warning in resolved.warnings:
             log.warning("%s", warning)
         config = resolved.engine
-        summary = load_summary(config.model)
+        launch = prepare(config)
+        summary = launch.summary
         loaded = None if config.model.skip_tokenizer_init else load_tokenizer(summary, config.model)
-        launch = prepare(config, summary)
         self._attach(launch.inprocess, summary, loaded, launch.config)
 
     @classmethod

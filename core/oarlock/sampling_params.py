@@ -111,17 +111,18 @@ def _integer(name: str, value: object, low: int, high: int = INT32_MAX, remedy: 
 
 
 def _number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
-    span = f"{'(' if above_low or math.isinf(low) else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
+    limits = ([] if math.isinf(low) else [f"above {low:g}" if above_low else f"at least {low:g}"]) + ([] if math.isinf(high) else [f"at most {high:g}"])
+    span = " and ".join(limits)
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise _refuse(name, value, "it must be a number", f"give one in {span}")
+        raise _refuse(name, value, "it must be a number", f"give one {span}".rstrip())
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise _refuse(name, value, "it must be finite", f"give a number in {span}")
+        raise _refuse(name, value, "it must be finite", f"give a number {span}".rstrip())
     if not (low < number if above_low else low <= number) or number > high:
-        raise _refuse(name, value, f"it must lie in {span}", "give a number in that range")
+        raise _refuse(name, value, f"it must be {span}", "give such a number")
     return number
 
 
@@ -318,7 +319,7 @@ class SamplingParams:
     # ---------------------------------------------------------------- fields against each other
     def _check_combinations(self) -> None:
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise _refuse("max_tokens", 0, "a request without a token to make scores its prompt, but prompt_logprobs is not set", "give at least 1, or set it")
+            raise _refuse("max_tokens", 0, "such a request scores its prompt, and prompt_logprobs is not set", "give at least 1, or set it")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"max_tokens is {self.max_tokens}", "min_tokens must not be larger")
         if self.best_of is not None and self.best_of < self.n:

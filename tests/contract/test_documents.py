@@ -131,6 +131,16 @@ def _exists(module: str, name: str) -> bool:
     return hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}") is not None
 
 
+def test_hints_name_the_sources_that_this_version_has():
+    from oarlock.hints import load_hints
+
+    tracked = {str(path.relative_to(ROOT)) for path in tracked_files()}
+    for known in load_hints():
+        folder = known.source or f"backends/{known.device}"
+        is_here = f"{folder}/pyproject.toml" in tracked
+        assert bool(known.source) == is_here, f"core/oarlock/hints.toml, {known.device}: {'add' if is_here else 'take out'} source = \"{folder}\""
+
+
 def test_make_serve_passes_flags_on():
     command = ["make", "-n", "serve", "MODEL=x.gguf", "ARGS=--max-model-len 2048 --log-level debug"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout

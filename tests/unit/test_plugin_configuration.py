@@ -17,7 +17,7 @@ from oarlock.config.parser import make_parser, parse
 from oarlock.config.resolve import from_dict, from_kwargs, resolve, to_dict
 from oarlock.engine import launch
 from oarlock.engine.sinks import Feed, StatsLog, make_feed
-from oarlock.errors import ConfigError, PluginError, UnsupportedByBackend
+from oarlock.errors import BackendNotFound, ConfigError, PluginError, UnsupportedByBackend
 from oarlock.executor import make_executor
 from oarlock.messages import EngineOutput, EngineOutputs, SchedulerStats
 from oarlock.model_summary import ModelSummary
@@ -405,3 +405,9 @@ def test_a_plugin_takes_part_when_it_works_and_its_device_was_chosen(install: An
 def test_a_hook_may_take_only_the_arguments_that_it_wants(install: Any) -> None:
     install(host(adjust_config=lambda device: [ConfigChange("cache.block_size", 8, device.name)]))
     assert prepare().config.cache.block_size == 8
+
+
+def test_a_device_that_is_not_there_is_said_before_the_model_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "load_summary", lambda config: pytest.fail("that may be a download of minutes"))
+    with pytest.raises(BackendNotFound, match="--device none-such"):
+        launch.prepare(resolve({"model": "m", "device": "none-such"}).engine)

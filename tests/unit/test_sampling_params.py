@@ -215,3 +215,19 @@ def test_beams_refuse_what_would_change_probabilities(field, value):
     with pytest.raises(InvalidParameter, match=field) as caught:
         SamplingParams(use_beam_search=True, n=2, **{field: value})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("temperature", -1, "temperature is -1, but it must be at least 0"),
+        ("top_p", 2, "top_p is 2, but it must be above 0 and at most 1"),
+        ("presence_penalty", 3, "presence_penalty is 3, but it must be at least -2 and at most 2"),
+        ("repetition_penalty", 0, "repetition_penalty is 0, but it must be above 0"),
+        ("length_penalty", float("nan"), "it must be finite; give a number."),
+    ],
+)
+def test_a_number_out_of_range_is_told_its_limits_in_words(field, value, words):
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(**{field: value})
+    assert words in str(caught.value)

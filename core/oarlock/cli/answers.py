@@ -187,6 +187,7 @@ class LocalSource(Source):
         from oarlock.frontend.outputs import OutputProcessor
         from oarlock.frontend.tokenizer import load_tokenizer
         from oarlock.model_summary import load_summary
+        from oarlock.plugins import select_device
 
         config = resolve(values, origin="cli").engine
         if config.model.skip_tokenizer_init:
@@ -195,6 +196,7 @@ class LocalSource(Source):
             from oarlock.logs import configure_logging
 
             configure_logging(config.observability)
+        select_device(config.device.device)  # a device that is not there is said before a download
         self._summary = load_summary(config.model)
         self._tokenizer = load_tokenizer(self._summary, config.model)
         # The context bounds an answer, as it does in a chat over HTTP: a limit that nobody typed would cut it.

@@ -1,7 +1,7 @@
 """`oarlock plan MODEL`: the memory plan that `oarlock serve` would make, without loading a weight.
 
 Owns: the printed report.
-Reads: `config`, `model_summary`, `engine.launch`; `cli.plan_worker` in a child process.
+Reads: `config`, `engine.launch`; `cli.plan_worker` in a child process.
 Never: imports a heavy module itself; estimates: a worker plans, from the checkpoint's headers and the memory that is free now.
 """
 
@@ -23,7 +23,6 @@ from oarlock.engine.wire import dump_bootstrap
 from oarlock.errors import ConfigError, OarlockError
 from oarlock.executor import OWN
 from oarlock.executor.parent import how_it_ended
-from oarlock.model_summary import load_summary
 
 log = logging.getLogger("oarlock")
 
@@ -37,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     resolved = resolve(parse(make_parser("oarlock plan"), argv))
     for warning in resolved.warnings:
         log.warning("%s", warning)
-    launch = prepare(resolved.engine, load_summary(resolved.engine.model))
+    launch = prepare(resolved.engine)
     print(report(launch, ask(launch)))
     return 0
 

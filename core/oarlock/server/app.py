@@ -120,11 +120,10 @@ class _Life:
     async def _boot(self) -> tuple[Any, Any, Any, ModelSummary]:
         """(AsyncLLM, tokenizer, chat template, summary) of a started engine."""
         from oarlock.engine.launch import prepare
-        from oarlock.model_summary import load_summary
 
         engine, server = self.resolved.engine, self.resolved.server
-        summary = await in_thread(lambda: load_summary(engine.model))
-        self.launch = prepare(engine, summary)
+        self.launch = await in_thread(lambda: prepare(engine))
+        summary = self.launch.summary
         self.client = client = self.launch.process()
         self.launched.set()
         tokenizer, template = await in_thread(lambda: self._load_text(summary))
