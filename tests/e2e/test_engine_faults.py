@@ -5,6 +5,7 @@ Faults are put in by patching the worker once; what follows runs on the product 
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from checkpoints import Tiny
 from equivalence import DEVICES, GREEDY, Engine, check_all, prompts_of
 from oarlock import LLM
 from oarlock.errors import EngineDead, OarlockError
+from oarlock.executor import multiproc
 from oarlock.messages import EngineOutput
 from oarlock.runtime.model_runner import ModelRunner
 from oarlock.runtime.worker import Worker
@@ -267,3 +269,61 @@ def test_offline_engine_that_died_says_so_in_every_call(tiny, monkeypatch):
         with pytest.raises(EngineDead, match="lost"):
             llm.generate(prompt_token_ids=prompts, sampling_params=GREEDY, use_tqdm=False)
     llm.close()
+
+
+# ---------------------------------------------------------------- several ranks
+FAULTY_WORKER = """
+import sys
+from oarlock.executor import worker_process
+from oarlock.runtime.worker import Worker
+execute, calls = Worker.execute, []
+def faulty(self, out):
+    calls.append(out)
+    failing = len(calls) == 6 and self.rank in {ranks}
+    if failing and {early}:
+        raise RuntimeError("a kernel failed")
+    pending = execute(self, out)
+    if failing:
+        raise RuntimeError("a kernel failed")
+    return pending
+Worker.execute = faulty
+sys.exit(worker_process.main())
+"""
+
+
+@pytest.fixture
+def make_faulty(make, monkeypatch) -> Callable[..., Engine]:
+    """Two ranks in processes of their own, some of which raise in their sixth step, before they compute it or after."""
+    popen = subprocess.Popen
+
+    def start(ranks: set[int], *, early: bool, **options: Any) -> Engine:
+        code = FAULTY_WORKER.format(ranks=ranks, early=early)
+        monkeypatch.setattr(multiproc.subprocess, "Popen", lambda command, **more: popen([command[0], "-c", code, *command[3:]], **more))
+        monkeypatch.setattr(multiproc, "STRAGGLER_S", 1.0)
+        return make(tensor_parallel_size=2, max_num_seqs=2, **options)
+
+    return start
+
+
+@pytest.mark.parametrize(("ranks", "early", "depth"), [({1}, False, 1), ({0, 1}, True, 2)])
+def test_ranks_agree_after_a_step_that_some_of_them_failed(make_faulty, tiny, ranks, early, depth):
+    """Whoever waited is answered rightly, and so is the same prompt again: every rank holds the same state."""
+    engine = make_faulty(ranks, early=early, max_in_flight=depth)
+    prompts = prompts_of(tiny, LENGTHS)
+    names = [engine.submit(prompt, GREEDY) for prompt in prompts]
+    tokens, ends = finish(engine)
+    assert [ends[name].finish_reason for name in names] == ["error", "error", "length", "length"]
+    assert all("a kernel failed" in ends[name].error.message for name in names[:2])
+    check_all(tiny, prompts[2:], [tokens[name] for name in names[2:]], "after a step that failed on some ranks")
+    engine.check_idle()
+    check_all(tiny, prompts[:2], engine.greedy(prompts[:2], fresh=False), "again after a step that failed on some ranks")
+
+
+def test_rank_that_others_wait_for_ends_the_engine(make_faulty, tiny):
+    """It left the others in a collective, and the step behind must not take its place there: nobody can bring them back."""
+    engine = make_faulty({1}, early=True, max_in_flight=2)
+    for prompt in prompts_of(tiny, LENGTHS):
+        engine.submit(prompt, GREEDY)
+    with pytest.raises(EngineDead, match=r"rank 1 failed and rank 0 did not come back"):
+        finish(engine)
+    assert not engine.client.is_alive()

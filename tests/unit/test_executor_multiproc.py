@@ -51,9 +51,31 @@ class Worker:
         """Nothing is held."""
 
 
-def serve(end: socket.socket, worker: Worker, rank: int) -> None:
+class Rank(Worker):
+    """One of two that meet once in each step and in each check. Steps in `before` and `after` fail on this rank, then or later than that."""
+
+    def __init__(self, meeting: threading.Barrier, before: tuple[int, ...] = (), after: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.meeting, self.before, self.after = meeting, before, after
+        self.met: list[int | str] = []  # whom it believes to have met, in order
+
+    def execute(self, out: SchedulerOutput) -> int:
+        if out.step_id in self.before:
+            raise RuntimeError(f"step {out.step_id} failed at once")
+        self.meeting.wait()
+        self.met.append(out.step_id)
+        if out.step_id in self.after:
+            raise RuntimeError(f"step {out.step_id} failed late")
+        return out.step_id
+
+    def canary(self) -> None:
+        self.meeting.wait()
+        self.met.append("check")
+
+
+def serve(end: socket.socket, worker: Worker, rank: int, size: int) -> None:
     with end:  # closed also when the loop fails: then the executor sees that a rank is gone
-        WorkerLoop(end, worker, rank).run()
+        WorkerLoop(end, worker, rank, size).run()
 
 
 @pytest.fixture
@@ -68,7 +90,7 @@ def make() -> Iterator[Callable[..., MultiprocExecutor]]:
         for rank, worker in enumerate(workers):
             ours, theirs = socket.socketpair()
             executor._ends.append(ours)
-            threads.append(threading.Thread(target=serve, args=(theirs, worker, rank)))
+            threads.append(threading.Thread(target=serve, args=(theirs, worker, rank, len(workers))))
             threads[-1].start()
         made.append(executor)
         return executor
@@ -101,6 +123,86 @@ def test_canary_after_a_failed_step_does_not_take_the_answer_of_the_step_behind_
     assert second.result().token_ids == {0: (2,)}
     assert executor.execute(step(3)).result().step_id == 3
     assert [w.canaries for w in workers] == [1, 1]
+
+
+@pytest.fixture
+def pair(make, monkeypatch) -> Iterator[Callable[..., tuple[MultiprocExecutor, Rank, Rank]]]:
+    """Two ranks; `faults` are the second one's, or of both."""
+    monkeypatch.setattr(multiproc, "STRAGGLER_S", 0.2)
+    monkeypatch.setattr(multiproc, "CANARY_S", 0.3)
+    meeting = threading.Barrier(2)
+
+    def start(*, both: bool = False, **faults: tuple[int, ...]) -> tuple[MultiprocExecutor, Rank, Rank]:
+        ranks = Rank(meeting, **faults if both else {}), Rank(meeting, **faults)
+        return make(*ranks), *ranks
+
+    yield start
+    meeting.abort()  # whoever still waits goes on to the end
+
+
+def test_rank_that_fails_alone_after_all_have_met_costs_one_step(pair):
+    executor, *ranks = pair(after=(1,))
+    with pytest.raises(WorkerError, match="step 1 failed late"):
+        executor.execute(step(1)).result()
+    executor.canary()
+    assert executor.execute(step(2)).result().step_id == 2
+    assert [r.met for r in ranks] == [[1, "check", 2]] * 2
+
+
+def test_step_that_fails_on_every_rank_costs_that_and_the_one_behind_it(pair):
+    executor, *ranks = pair(both=True, before=(1,))
+    first, second = executor.execute(step(1)), executor.execute(step(2))
+    with pytest.raises(WorkerError, match="step 1 failed at once"):
+        first.result()
+    executor.canary()
+    with pytest.raises(WorkerError, match="step 2 was not run"):
+        second.result()
+    assert executor.execute(step(3)).result().step_id == 3
+    assert [r.met for r in ranks] == [["check", 3]] * 2
+
+
+def test_rank_that_fails_alone_before_all_have_met_ends_the_executor(pair):
+    """The other waits for it. The step behind must not come to that meeting in its stead."""
+    executor, first, second = pair(before=(1,))
+    behind = executor.execute(step(1)), executor.execute(step(2))
+    with pytest.raises(WorkerDied, match=r"rank 1 failed and rank 0 did not come back: step 1 failed at once"):
+        behind[0].result()
+    assert first.met == second.met == []
+
+
+def test_rank_that_fails_in_the_step_behind_is_noticed_while_the_step_before_is_read(pair):
+    """Rank 0 waits in step 2, and would have said what came of step 1 only after it."""
+    executor, first, second = pair(before=(2,))
+    behind = executor.execute(step(1)), executor.execute(step(2))
+    with pytest.raises(WorkerDied, match=r"rank 1 failed and rank 0 did not come back: step 2 failed at once"):
+        for pending in behind:
+            pending.result()
+    assert first.met == second.met == [1]
+
+
+def test_check_does_not_meet_a_step_that_other_ranks_still_run(pair):
+    """Rank 1 fails after the last meeting of step 1, so rank 0 goes on to step 2 and waits there."""
+    executor, first, second = pair(after=(1,))
+    behind = executor.execute(step(1)), executor.execute(step(2))
+    with pytest.raises(WorkerError, match="step 1 failed late"):
+        behind[0].result()
+    with pytest.raises(WorkerDied, match="rank 1 failed and rank 0 did not come back"):
+        executor.canary()
+    assert first.met == second.met == [1]
+
+
+def test_check_that_no_rank_comes_back_from_ends_the_executor(pair):
+    executor, _, second = pair(after=(1,))
+
+    def one_meeting_too_many() -> None:
+        second.meeting.wait()
+        second.meeting.wait()
+
+    second.canary = one_meeting_too_many  # type: ignore[method-assign]
+    with pytest.raises(WorkerError):
+        executor.execute(step(1)).result()
+    with pytest.raises(WorkerDied, match=r"rank 1 did not come back within"):
+        executor.canary()
 
 
 def test_fault_of_the_step_behind_is_kept_for_whoever_asks_for_it(make):

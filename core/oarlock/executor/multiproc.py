@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import select
 import shutil
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any
 
 from oarlock import errors
@@ -33,6 +34,7 @@ from oarlock.messages import ModelRunnerOutput, SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
 
 CLOSE_S = 2.0  # how long a rank may take to end
+CANARY_S = 60.0  # how long the check after a fault may take: ranks that wait for each other in a collective would take for ever
 STRAGGLER_S = 10.0  # how long the other ranks may take after one has failed (they may wait in a collective)
 
 
@@ -45,9 +47,11 @@ class _MultiprocPending:
         self._fault: Exception | None = None
 
     def take(self) -> None:
-        """Read the answer, which is the next to come."""
+        """Read the answer, which is the next to come. Raises WorkerDied: after that nobody's answer can be waited for."""
         try:
             self._answer = self._executor.collect_answers()[0]
+        except WorkerDied:
+            raise
         except Exception as fault:  # noqa: BLE001  it is raised where the result is asked for
             self._fault = fault
 
@@ -68,6 +72,7 @@ class MultiprocExecutor(Executor):
         self._children: list[subprocess.Popen[bytes]] = []
         self._ends: list[socket.socket] = []
         self._unread: deque[_MultiprocPending] = deque()  # launched steps, oldest first
+        self._inbox: defaultdict[int, deque[tuple[bytes, Any]]] = defaultdict(deque)  # by rank: answers that nobody has asked for yet
 
     def load(self) -> list[WorkerReady]:
         size = self.config.parallel.tensor_parallel_size
@@ -114,7 +119,8 @@ class MultiprocExecutor(Executor):
         return self._unread[-1]
 
     def canary(self) -> None:
-        self._ask_all(frames.CANARY)
+        self.read_until(None)  # no rank may begin the check while another still runs a step: their collectives would meet
+        self._ask_all(frames.CANARY, within_s=CANARY_S)
 
     def idle_ends(self) -> tuple[int, ...]:
         return tuple(end.fileno() for end in self._ends)
@@ -147,46 +153,60 @@ class MultiprocExecutor(Executor):
         except OSError as error:
             raise WorkerDied(f"rank {rank} is gone ({self._how(rank)})") from error
 
-    def _ask_all(self, kind: bytes, body: bytes = b"") -> list[Any]:
+    def _ask_all(self, kind: bytes, body: bytes = b"", within_s: float | None = None) -> list[Any]:
         for rank in range(len(self._ends)):
             self._send(rank, kind, body)
         self.read_until(None)
-        return self.collect_answers()
+        return self.collect_answers(within_s=within_s)
 
     def read_until(self, wanted: _MultiprocPending | None) -> None:
         """Read launched steps, oldest first, up to `wanted`; None: all of them."""
         while self._unread and (wanted is None or wanted in self._unread):
             self._unread.popleft().take()
 
-    def collect_answers(self, ranks: range | None = None) -> list[Any]:
-        """One answer from each rank, in rank order.
+    def collect_answers(self, ranks: range | None = None, within_s: float | None = None) -> list[Any]:
+        """One answer from each rank, in rank order. `within_s`: how long all of them may take; None: as long as they are well.
 
         Raises:
-            WorkerDied: a rank is gone, or one failed and others never came back from the step.
+            WorkerDied: a rank is gone, or did not come back in time, or one failed and others never came back from the step.
             OarlockError or WorkerError: what a rank raised.
         """
-        open_ranks = {self._ends[rank]: rank for rank in (ranks or range(len(self._ends)))}
-        answers: dict[int, Any] = {}
-        failed: tuple[int, str, str] | None = None
-        deadline: float | None = None
-        while open_ranks:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            readable, _, _ = select.select(list(open_ranks), [], [], left)
-            if not readable:
-                raise WorkerDied(f"rank {failed[0] if failed else '?'} failed and rank {min(open_ranks.values())} did not come back: {failed[2] if failed else ''}")
-            for end in readable:
-                rank = open_ranks.pop(end)
-                try:
-                    kind, body = frames.receive(end)
-                except (EOFError, OSError) as error:
-                    raise WorkerDied(f"rank {rank} is gone ({self._how(rank)})") from error
-                answers[rank] = decode(body)
-                if kind == frames.ERROR:
-                    failed = failed or (rank, *answers[rank])
-                    deadline = deadline or time.monotonic() + STRAGGLER_S
+        wanted = ranks or range(len(self._ends))
+        deadline, straggling = None if within_s is None else time.monotonic() + within_s, None
+        while missing := [rank for rank in wanted if not self._inbox[rank]]:
+            # A rank's later answers count, too: it may have failed in the next step, which another waits in and so says nothing of this one.
+            failed = self._first_error()
+            if failed is not None and straggling is None:
+                straggling = time.monotonic() + STRAGGLER_S
+                deadline = min(deadline or math.inf, straggling)
+            if not self._receive(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                late = f"rank {missing[0]} did not come back"
+                raise WorkerDied(f"rank {failed[0]} failed and {late}: {failed[2]}" if failed else f"{late} within {within_s:.0f} s")
+        failed = self._first_error(of_these=True)
+        answers = [self._inbox[rank].popleft()[1] for rank in wanted]
         if failed is not None:
             self._raise(*failed)
-        return [answers[rank] for rank in sorted(answers)]
+        return answers
+
+    def _first_error(self, *, of_these: bool = False) -> tuple[int, str, str] | None:
+        """(rank, kind, message) of an error among the answers that have come; `of_these`: among those that are next."""
+        for rank, answers in self._inbox.items():
+            for kind, answer in list(answers)[: 1 if of_these else None]:
+                if kind == frames.ERROR:
+                    return rank, *answer
+        return None
+
+    def _receive(self, within_s: float | None) -> bool:
+        """Take in what has come from any rank; False: nothing came in time. Raises WorkerDied when a rank is gone."""
+        readable, _, _ = select.select(self._ends, [], [], within_s)
+        for end in readable:
+            rank = self._ends.index(end)
+            try:
+                kind, body = frames.receive(end)
+            except (EOFError, OSError) as error:
+                raise WorkerDied(f"rank {rank} is gone ({self._how(rank)})") from error
+            self._inbox[rank].append((kind, decode(body)))
+        return bool(readable)
 
     def _raise(self, rank: int, kind: str, message: str) -> None:
         cls = getattr(errors, kind, None)

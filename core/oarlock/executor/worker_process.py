@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from oarlock.config.resolve import from_dict
-from oarlock.errors import OarlockError
+from oarlock.errors import OarlockError, WorkerError
 from oarlock.executor import frames
 from oarlock.executor.base import WORKER
 from oarlock.executor.codec import decode, encode
@@ -47,8 +47,9 @@ class WorkerLoop:
     A thread writes the answers: the engine may be writing a long message itself, and two ends that both write wait for ever.
     """
 
-    def __init__(self, end: socket.socket, worker: Any, rank: int) -> None:
-        self.end, self.worker, self.rank = end, worker, rank
+    def __init__(self, end: socket.socket, worker: Any, rank: int, size: int = 1) -> None:
+        self.end, self.worker, self.rank, self.size = end, worker, rank, size
+        self.is_halted = False  # a step failed here, and perhaps not on other ranks: run no more before the engine has checked all
         self.launched: deque[Any] = deque()
         self.answers: SimpleQueue[tuple[bytes, bytes]] = SimpleQueue()
         threading.Thread(target=self._write, name="oarlock-answers", daemon=True).start()
@@ -66,7 +67,7 @@ class WorkerLoop:
                 continue
             kind, body = frames.receive(self.end)
             if kind == frames.EXECUTE:
-                self.launched.append(self._try(self.worker.execute, decode(body)))
+                self.launched.append(self._launch(decode(body)))
                 continue
             while self.launched:
                 self._finish(self.launched.popleft())
@@ -75,7 +76,16 @@ class WorkerLoop:
                 return
             self._answer(self._try(*self._call(kind, body)))
 
+    def _launch(self, out: Any) -> Any:
+        """Run a step. After one that failed among several ranks the next would meet the failed step's collectives of the others."""
+        if self.is_halted:
+            return WorkerError(f"step {out.step_id} was not run, as the step before it failed on rank {self.rank}")
+        launched = self._try(self.worker.execute, out)
+        self.is_halted = self.size > 1 and isinstance(launched, Exception)
+        return launched
+
     def _call(self, kind: bytes, body: bytes) -> tuple[Any, ...]:
+        self.is_halted = False
         if kind == frames.START:
             return self.worker.start, *decode(body)
         return ({frames.PREPARE: self.worker.prepare, frames.LOAD: self.worker.load, frames.CANARY: self.worker.canary}[kind],)
@@ -112,7 +122,7 @@ def main() -> int:
         return 1
     frames.send(end, frames.OK, encode(None))
     try:
-        WorkerLoop(end, worker, bootstrap["rank"]).run()
+        WorkerLoop(end, worker, bootstrap["rank"], bootstrap["size"]).run()
     except (EOFError, OSError):
         return 1  # the engine is gone
     return 0
