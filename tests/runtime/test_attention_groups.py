@@ -9,6 +9,7 @@ import pytest
 from oarlock.backend_api import AttentionSpec, Support
 from oarlock.conformance import kit
 from oarlock.device_choice import Selection
+from oarlock.runtime.choice import rejections
 from oarlock_template.paged import TemplateAttention
 
 LOW, HIGH = 5, 10
@@ -52,11 +53,19 @@ def spec_of(name, factory, priority, supports=lambda **_: Support(True)):
 
 
 @pytest.mark.parametrize("model", ["hybrid", "dense"])
-def test_one_that_serves_some_groups_only_leaves_the_model_to_the_reference(monkeypatch, model):
+def test_one_that_serves_some_groups_only_leaves_the_model_to_the_reference(monkeypatch, caplog, model):
+    caplog.set_level("INFO")
     runs(monkeypatch, [spec_of("seen", f"{__name__}:Seen", HIGH, full_only)], model)
     assert len(MADE) == 1 and bool(WROTE) is (model == "dense")
+    said = "paged_attention: served by reference, not by seen: serves some layers of this model only"
+    assert (said in caplog.text) is (model == "hybrid")
 
 
 def test_one_of_lower_priority_that_serves_all_groups_takes_its_place(monkeypatch):
     runs(monkeypatch, [spec_of("half", f"{__name__}:OtherLayout", HIGH, full_only), spec_of("seen", f"{__name__}:Seen", LOW)])
     assert len(WROTE) == 2 and {attention.params.window is None for attention in WROTE} == {True, False}
+
+
+def test_ops_that_are_rejected_for_one_reason_share_a_line():
+    table = [("linear", "reference", "x: no bfloat16"), ("rotary", "x", ""), ("rms_norm", "reference", "x: no bfloat16"), ("sample", "y", "x: too slow")]
+    assert rejections(table) == ["linear, rms_norm: served by reference, not by x: no bfloat16", "sample: served by y, not by x: too slow"]

@@ -69,3 +69,12 @@ def choose_attention(
     else:
         factory, name = (FunctionalReferenceAttention if device.capabilities.kv_update == "functional" else ReferenceAttention), "reference"
     return factory(block_size, getattr(torch, dtype), params), name, found.rejected
+
+
+def rejections(table: Sequence[tuple[str, str, str]]) -> list[str]:
+    """For the log: which implementations an op table's ops are not served by, and why. Ops of one answer share a line."""
+    ops: dict[tuple[str, str], list[str]] = {}
+    for op, served_by, rejected in table:
+        if rejected:
+            ops.setdefault((served_by, rejected), []).append(op)
+    return [f"{', '.join(names)}: served by {served_by}, not by {rejected}" for (served_by, rejected), names in ops.items()]

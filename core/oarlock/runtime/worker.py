@@ -38,7 +38,7 @@ from oarlock.messages import SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
 from oarlock.plugins import collect, worker_plugins
 from oarlock.quantization import choose_method, methods
-from oarlock.runtime.choice import best, choose_attention, choose_graph_runner, choose_ops
+from oarlock.runtime.choice import best, choose_attention, choose_graph_runner, choose_ops, rejections
 from oarlock.runtime.layers.spec import WeightSpec
 from oarlock.runtime.loader import open_checkpoint, progress
 from oarlock.runtime.model_runner import ModelRunner, RunnerLimits
@@ -106,6 +106,9 @@ class Worker:
                 self._load(loader, specs)
             self._check_plan(free, total)
         caps, self.buckets = self.device.capabilities, self._buckets(self.plan.max_model_len)
+        table = (*self.ops.table, ("paged_attention", self.attention_name, self.attention_rejected))
+        for line in rejections(table) if self.rank == 0 else ():
+            log.info("%s", line)
         return WorkerReady(
             capabilities=caps,
             kv_groups=self.model.groups,
@@ -116,7 +119,7 @@ class Worker:
             dtype=self.dtype_name,
             device_text=self.device.describe(),
             buckets=self.buckets,
-            op_table=(*self.ops.table, ("paged_attention", self.attention_name, self.attention_rejected)),
+            op_table=table,
             memory_plan=(*self.plan.rows, ("limit", 0, self.plan.limit)),
             threads=torch.get_num_threads(),
             load_s=time.monotonic() - started,
