@@ -7,16 +7,17 @@ Never: looks into a cache beyond whole blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
 from oarlock.backend_api import Support
 from oarlock.backend_api.runtime import AttentionParams
-from oarlock.conformance.cases import Case, CheckFailed, Measure
+from oarlock.conformance.cases import Case, CheckFailed, Measure, worst
 from oarlock.conformance.metrics import same_bits
 from oarlock.conformance.paging import World
+from oarlock.conformance.pairwise import pairwise
 from oarlock.conformance.subject import DTYPES, Subject
 from oarlock.shapes import BucketTable, ShapePolicy
 
@@ -46,10 +47,6 @@ class Setting:
         return AttentionParams(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5, self.window, self.softcap)
 
 
-def _worst(found: list[Measure]) -> Measure:
-    return Measure(max(m.nmse for m in found), found[0].limit, max(m.max_abs for m in found))
-
-
 # ---- scenarios: each is given a world with no rows and returns the worst measure
 
 
@@ -62,7 +59,7 @@ def prefill(world: World, limit: float) -> Measure:
 def chunk(world: World, limit: float) -> Measure:
     """One prompt in chunks that end inside blocks, the second of a single token."""
     row = world.add(41)
-    return _worst([world.step({row: n}, limit)[0] for n in (13, 1, 16, 11)])
+    return worst([world.step({row: n}, limit)[0] for n in (13, 1, 16, 11)])
 
 
 def decode(world: World, limit: float) -> Measure:
@@ -70,14 +67,14 @@ def decode(world: World, limit: float) -> Measure:
     size = world.block_size
     rows = {world.add(n + 3): n for n in (2, size - 1, size, 40)}
     found = [world.step({row: n}, limit)[0] for row, n in rows.items()]
-    return _worst(found + [world.step(dict.fromkeys(rows, 1), limit)[0] for _ in range(3)])
+    return worst(found + [world.step(dict.fromkeys(rows, 1), limit)[0] for _ in range(3)])
 
 
 def mixed(world: World, limit: float) -> Measure:
     """Rows that decode beside rows that compute chunks of different lengths."""
     a, b, c, d = (world.add(n) for n in (20, 3, 45, 26))
     found = [world.step({a: 18, b: 2}, limit)[0], world.step({a: 1, b: 1, c: 19, d: 3}, limit)[0]]
-    return _worst([*found, world.step({a: 1, c: 26, d: 22}, limit)[0], world.step({d: 1}, limit)[0]])
+    return worst([*found, world.step({a: 1, c: 26, d: 22}, limit)[0], world.step({d: 1}, limit)[0]])
 
 
 def shared(world: World, limit: float) -> Measure:
@@ -86,7 +83,7 @@ def shared(world: World, limit: float) -> Measure:
     a = world.add(2 * size + 5)
     found = [world.step({a: 2 * size + 3}, limit)[0]]
     b, c = world.add(2 * size + 9, like=(a, 2 * size)), world.add(size + 1, like=(a, size))
-    return _worst([*found, world.step({a: 1, b: 8, c: 1}, limit)[0], world.step({a: 1, b: 1}, limit)[0]])
+    return worst([*found, world.step({a: 1, b: 8, c: 1}, limit)[0], world.step({a: 1, b: 1}, limit)[0]])
 
 
 def freed(world: World, limit: float) -> Measure:
@@ -95,7 +92,7 @@ def freed(world: World, limit: float) -> Measure:
     found = [world.step({a: 30, b: 17}, limit)[0]]
     world.drop(a)
     c = world.add(23)
-    return _worst([*found, world.step({b: 1, c: 22}, limit)[0], world.step({b: 22, c: 1}, limit)[0]])
+    return worst([*found, world.step({b: 1, c: 22}, limit)[0], world.step({b: 22, c: 1}, limit)[0]])
 
 
 def window(world: World, limit: float) -> Measure:
@@ -105,7 +102,7 @@ def window(world: World, limit: float) -> Measure:
     for plan in ({a: 21, b: 4}, {a: 1, b: 5}, {a: 9}, {a: 1}, {a: 14}):
         found.append(world.step(plan, limit)[0])
         world.slide()
-    return _worst(found)
+    return worst(found)
 
 
 def copies(world: World, limit: float) -> Measure:
@@ -122,7 +119,15 @@ def copies(world: World, limit: float) -> Measure:
     if not same_bits(out[a], out[b]):
         raise CheckFailed("a row and its copy, side by side, give different bits")
     twin.key[28], twin.value[28] = -twin.key[28], -twin.value[28]
-    return _worst([*found, measure, world.step({a: 1, b: 1}, limit)[0]])
+    return worst([*found, measure, world.step({a: 1, b: 1}, limit)[0]])
+
+
+def swap(world: World, limit: float) -> Measure:
+    """Layout round trip: whole blocks go to the host and come back in other places, and the row goes on."""
+    a, b = world.add(34), world.add(12)
+    found = [world.step({a: 31, b: 11}, limit)[0]]
+    world.swap(a)
+    return worst([*found, world.step({a: 1, b: 1}, limit)[0], world.step({a: 2}, limit)[0]])
 
 
 def padding(world: World, limit: float) -> Measure:
@@ -133,36 +138,59 @@ def padding(world: World, limit: float) -> Measure:
         w.random.manual_seed(7)
         a, b, c = w.add(9), w.add(30), w.add(12)
         found.append([w.step({a: 8, b: 20}, limit), w.step({a: 1, b: 9, c: 11}, limit), w.step({b: 1, c: 1}, limit)])
-    return _worst([measure for steps in found for measure, _ in steps])
+    return worst([measure for steps in found for measure, _ in steps])
 
 
 Scenario = Callable[[World, float], Measure]
-_PLAIN: tuple[Scenario, ...] = (prefill, chunk, decode, mixed, shared, freed, copies, padding)
-_SETTINGS = (
-    *(Setting(heads, kv_heads) for heads, kv_heads in ((4, 4), (8, 1), (9, 3), (16, 2))),
-    *(Setting(head_dim=size) for size in (72, 80, 96, 112, 128, 192, 256)),
-    *(Setting(softcap=cap) for cap in (0.5, 30.0)),
-)
+_PLAIN: tuple[Scenario, ...] = (prefill, chunk, decode, mixed, shared, freed, copies, swap, padding)
+_HEADS = ((4, 2), (4, 4), (8, 1), (9, 3), (16, 2))
+_HEAD_DIMS = (64, 72, 80, 96, 112, 128, 192, 256)
+_SOFTCAPS = (None, 30.0, 0.5)
 _WINDOWS = (1, 5, 16, 24)
+_BLOCK_SIZES = (8, 12, 16, 32, 64, 128)
+_QUICK_HEAD_DIMS = (64, 80, 96, 128, 256)
+_QUICK_WINDOWS = (None, 1, 5, 24)
 
 
-def cases() -> Iterator[Case]:
-    """Every scenario at the plain setting, the mixed one at all others; all of all under --full."""
+def cases(dtypes: Sequence[str] = tuple(LIMITS), block_sizes: Sequence[int] = ()) -> Iterator[Case]:
+    """Quick: every pair of (dtype, scenario, heads, head size, block size, window, soft cap) in few cases, over what the device declares.
+
+    The rest: all scenarios in all settings and dtypes.
+    """
+    quick = set()
+    for scenario, dtype, setting in _pairwise(dtypes, block_sizes):
+        made = _case(scenario, setting, dtype, quick=True)
+        quick.add(made.id)
+        yield made
     for dtype in LIMITS:
-        for scenario in _PLAIN:
-            yield _case(scenario, Setting(), dtype, quick=True)
-        for size in _WINDOWS:
-            yield _case(window, Setting(window=size), dtype, quick=True)
-        for size in (8, 12, 16, 32, 64, 128):
-            yield _case(mixed, Setting(block_size=size), dtype, quick=True)
-            yield _case(window, Setting(block_size=size, window=19), dtype, quick=True)
-        for setting in _SETTINGS:
-            yield _case(mixed, setting, dtype, quick=True)
-            for scenario in _PLAIN:
-                if scenario is not mixed:
-                    yield _case(scenario, setting, dtype, quick=False)
-        for setting, size in product(_SETTINGS, _WINDOWS):
-            yield _case(window, Setting(setting.heads, setting.kv_heads, setting.head_dim, None, size, setting.softcap), dtype, quick=False)
+        if dtype not in dtypes:  # one case says so
+            yield Case(f"attention[{dtype}]", LEVEL, _never, "paged_attention", dtype, partial(_declared, Setting(), dtype))
+        for scenario, setting in _every():
+            made = _case(scenario, setting, dtype, quick=False)
+            if made.id not in quick:
+                yield made
+
+
+def _pairwise(dtypes: Sequence[str], block_sizes: Sequence[int]) -> Iterator[tuple[Scenario, str, Setting]]:
+    """At most four block sizes: the preferred one (not named), the smallest, the largest and one between."""
+    sizes = sorted(set(block_sizes[1:]))
+    few = dict.fromkeys((None, *(sizes[at] for at in (0, len(sizes) // 2, -1) if sizes)))
+    factors = ((*_PLAIN, window), tuple(dtypes), _HEADS, _QUICK_HEAD_DIMS, tuple(few), _QUICK_WINDOWS, _SOFTCAPS)
+    for scenario, dtype, heads, head_dim, size, behind, cap in pairwise(factors, lambda row: not (row[0] is window and row[5] is None)):
+        yield scenario, dtype, Setting(*heads, head_dim, size, behind, cap)
+
+
+def _every() -> Iterator[tuple[Scenario, Setting]]:
+    """One thing changed at a time, in every scenario; windows with all of it."""
+    settings = [Setting(*heads) for heads in _HEADS] + [Setting(head_dim=d) for d in _HEAD_DIMS[1:]] + [Setting(softcap=c) for c in _SOFTCAPS[1:]]
+    settings += [Setting(block_size=size) for size in _BLOCK_SIZES]
+    yield from product(_PLAIN, settings)
+    for setting, behind in product(settings, _WINDOWS):
+        yield window, replace(setting, window=behind)
+
+
+def _never(subject: Subject) -> None:
+    raise AssertionError("an undeclared dtype is never run")
 
 
 def _case(scenario: Scenario, setting: Setting, dtype: str, *, quick: bool) -> Case:

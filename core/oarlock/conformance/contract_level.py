@@ -53,7 +53,7 @@ def cases() -> Iterator[Case]:
         api_version, names, light_module, public_imports, factory, describes_itself, capabilities, claims, buckets, hook_records, kernel_signatures,
     )  # fmt: skip
     for check in checks:
-        yield Case(f"contract[{check.__name__}]", LEVEL, check)
+        yield Case(f"contract[{check.__name__}]", LEVEL, check, is_vital=check in (api_version, factory, capabilities, buckets, hook_records, kernel_signatures))
 
 
 def api_version(subject: Subject) -> None:

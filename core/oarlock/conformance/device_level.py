@@ -25,12 +25,12 @@ _MOVED = {**DTYPES, "int32": torch.int32, "int64": torch.int64, "bool": torch.bo
 
 
 def cases() -> Iterator[Case]:
-    yield Case("device[verify]", LEVEL, verify)
+    yield Case("device[verify]", LEVEL, verify, is_vital=True)
     for dtype in _MOVED:
-        yield Case(f"device[copies,{dtype}]", LEVEL, partial(copies, dtype), dtype=dtype, supports=partial(_declares, dtype))
+        yield Case(f"device[copies,{dtype}]", LEVEL, partial(copies, dtype), dtype=dtype, supports=partial(_declares, dtype), is_vital=True)
     for dtype in DTYPES:
         yield Case(f"device[computes,{dtype}]", LEVEL, partial(computes, dtype), dtype=dtype, supports=partial(_declares, dtype))
-    yield Case("device[indexing]", LEVEL, indexing)
+    yield Case("device[indexing]", LEVEL, indexing, is_vital=True)
     yield Case("device[isolation]", LEVEL, isolation, supports=_apart)
     yield Case("device[placing]", LEVEL, placing)
     yield Case("device[memory]", LEVEL, memory, supports=_tells_memory)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from oarlock.backend_api.runtime import Attention, AttentionParams
-from oarlock.conformance.cases import CheckFailed, Measure
+from oarlock.conformance.cases import CheckFailed, Measure, worst
 from oarlock.conformance.metrics import measure, same_bits
 from oarlock.conformance.subject import DTYPES, Subject
 from oarlock.shapes import ShapePolicy, StepKey
@@ -90,6 +90,17 @@ class World:
             tensor[list(blocks)] = math.nan
         self.cache = tuple(self.subject.upload(t) for t in host)
 
+    def swap(self, index: int) -> None:
+        """A row's blocks out to the host, and back into other blocks; the old ones are poisoned."""
+        row, host = self.rows[index], self.host_cache()
+        kept = [tensor[row.blocks].clone() for tensor in host]
+        self.drop(index)
+        row.blocks = [self.free.pop(0) for _ in range(len(kept[0]))]
+        host = self.host_cache()
+        for tensor, blocks in zip(host, kept, strict=True):
+            tensor[row.blocks] = blocks
+        self.cache = tuple(self.subject.upload(t) for t in host)
+
     def host_cache(self) -> tuple[torch.Tensor, ...]:
         return tuple(self.subject.download(t).clone() for t in self.cache)
 
@@ -116,13 +127,14 @@ class World:
         self._check_blocks(before, after, owned)
         if not bool(out.isfinite().all()):
             raise CheckFailed("a result is not finite: a null, stale or freed slot was read, or a padded row is not inert")
-        worst, results = Measure(0.0, limit, 0.0), {}
+        found: list[Measure] = []
+        results: dict[int, torch.Tensor] = {}
         for r in order:
             results[r] = out[starts[r] : starts[r] + plan[r]]
             self.rows[r].done += plan[r]
-            found = measure(results[r], self._oracle(self.rows[r], plan[r]), limit, f"row {r}, tokens {self.rows[r].done - plan[r]}..{self.rows[r].done - 1}")
-            worst = Measure(max(worst.nmse, found.nmse), limit, max(worst.max_abs, found.max_abs))
-        return worst, results
+            what = f"row {r}, tokens {self.rows[r].done - plan[r]}..{self.rows[r].done - 1}"
+            found.append(measure(results[r], self._oracle(self.rows[r], plan[r]), limit, what))
+        return worst(found), results
 
     def _new_positions(self, r: int, count: int) -> range:
         return range(self.rows[r].done, self.rows[r].done + count)

@@ -20,6 +20,7 @@ from oarlock.backend_api import Support
 from oarlock.config.sections import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from oarlock.conformance.cases import Case, CheckFailed, Measure
 from oarlock.conformance.driver import Branch, Driver
+from oarlock.conformance.metrics import judge
 from oarlock.conformance.subject import Subject
 from oarlock.conformance.tiny_models import MODELS, VOCAB, TinyModel
 from oarlock.messages import PositionLogprobs
@@ -103,9 +104,7 @@ def _distance(bench: Bench, got: list[torch.Tensor], want: list[torch.Tensor]) -
     a, b = torch.stack(got), torch.stack(want)
     divergence = float((b.exp() * (b - a)).sum(-1).mean())
     a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
-    found = Measure(float((a - b).pow(2).mean() / b.pow(2).mean()), bench.limit, float((a - b).abs().max()))
-    if not found.nmse <= found.limit:
-        raise CheckFailed(f"logits: nmse {found.nmse:.2g} > {found.limit:.2g} (max abs {found.max_abs:.2g})", found)
+    found = judge(a - b, b, bench.limit, "logits")
     if not divergence <= found.limit:
         raise CheckFailed(f"logits: divergence {divergence:.2g} nats > {found.limit:.2g}", found)
     return found
@@ -287,7 +286,7 @@ def cases() -> Iterator[Case]:
             for check in (*_FORCED, *(_TOKENS if dtype == "float32" else ()), programs):
                 case_id = f"runner[{dtype},{name},{check.__name__}]"
                 run = partial(_run, check, name, dtype)
-                yield Case(case_id, LEVEL, run, dtype=dtype, supports=partial(_declared, check, name, dtype))
+                yield Case(case_id, LEVEL, run, dtype=dtype, supports=partial(_declared, check, name, dtype), family=name.partition("-")[0])
 
 
 def _declared(check: Check, name: str, dtype: str, subject: Subject) -> Support:

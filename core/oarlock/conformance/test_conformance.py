@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 
-def test_case(oarlock_case: Any, oarlock_subject: Any) -> None:
-    from oarlock.conformance.cases import run_case
+def test_case(oarlock_case: Any, oarlock_subject: Any, pytestconfig: pytest.Config) -> None:
+    from oarlock.conformance.cases import CASE_LIMIT_S, run_case
     from oarlock.conformance.kit import expected_failure
 
-    result = run_case(oarlock_case, oarlock_subject, expected_failure(oarlock_case.id, oarlock_subject))
+    limit_s = pytestconfig.getoption("--oarlock-timeout") or CASE_LIMIT_S
+    result = run_case(oarlock_case, oarlock_subject, expected_failure(oarlock_case.id, oarlock_subject), limit_s)
     if result.status == "unsupported":
         pytest.skip(result.detail)
     if result.status == "xfail":
