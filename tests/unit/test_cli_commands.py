@@ -81,12 +81,14 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(served: list[Any], capsys: pyt
         (["bench", "throughput", "--input-lne", "3"], "unknown option --input-lne; did you mean --input-len?"),
         (["devices", "--jsn"], "unknown option --jsn; did you mean --json?"),
         (["doctor", "cpu"], "unexpected argument 'cpu'; oarlock doctor --help says what it takes"),
+        (["bench"], "KIND is missing; oarlock bench --help says what it takes"),
+        (["conformance"], "--device is missing; oarlock conformance --help says what it takes"),
         (["conformance", "--device", "cpu", "--quik"], "unknown option --quik; did you mean --quick?"),
     ],
 )
 def test_every_command_says_what_a_wrong_flag_may_have_meant(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(argv) == 2
-    name = " ".join(argv[:2]) if argv[0] == "bench" else argv[0]
+    name = " ".join(argv[:2])
     assert capsys.readouterr().err in {f"oarlock {name}: error: {text}\n", f"oarlock {argv[0]}: error: {text}\n"}
 
 

@@ -45,7 +45,8 @@ class Parser(argparse.ArgumentParser):
     """argparse that raises ConfigError instead of ending the process, and says what an unknown flag may have meant."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        head, _, names = message.partition("required: ")
+        raise ConfigError(f"{names} is missing; {self.prog} --help says what it takes" if names and head.startswith("the following") else message)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """All arguments, or ConfigError. Underscores in flags count as dashes."""
