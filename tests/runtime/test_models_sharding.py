@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import oarlock.runtime.reference  # noqa: F401  registers core's ops
@@ -14,9 +16,11 @@ import torch
 from checkpoints import FAMILIES, Tiny
 from oarlock.backend_api import Capabilities
 from oarlock.backend_api.runtime import Communicator, Device, IdentityCommunicator, bind_ops
+from oarlock.backend_api.runtime.ops import resolve
 from oarlock.config.resolve import from_kwargs
 from oarlock.errors import ConfigError
 from oarlock.model_summary import load_summary
+from oarlock.quantization import OWN, choose_method
 from oarlock.runtime.layers.decoder import StepContext
 from oarlock.runtime.loader import open_checkpoint
 from oarlock.runtime.models import build_model
@@ -69,14 +73,21 @@ class Threads(Communicator):
         return self.board.exchange(self.rank, tensor)[0]
 
 
-@torch.no_grad()
 def logits(tiny: Tiny, comm: Communicator, loaded: dict[str, int] | None = None) -> torch.Tensor:
     """Of every position of one prompt, on one rank. `loaded` receives the numbers kept by each weight."""
-    config = from_kwargs(str(tiny.path), device="cpu", dtype="float32", max_model_len=64).engine.model
+    return logits_of(tiny.path, tiny.prompts(TOKENS)[0], comm, loaded)
+
+
+@torch.no_grad()
+def logits_of(path: Path, prompt: list[int], comm: Communicator, loaded: dict[str, int] | None = None) -> torch.Tensor:
+    """The same, of TOKENS given tokens."""
+    config = from_kwargs(str(path), device="cpu", dtype="float32", max_model_len=64).engine.model
     summary, ops = load_summary(config), bind_ops([], "float32")
     model, specs = build_model(summary, ops, comm, lambda params, kind: ReferenceAttention(BLOCK, torch.float32, params), BLOCK, torch.float32)
+    method = choose_method(config, summary, [("core", own) for own in OWN])
+    quantization = resolve(method.factory)(summary.quantization_config) if method is not None else None
     with open_checkpoint(summary, config) as source:
-        loader = WeightLoader(source, Host(), torch.float32, comm.rank, comm.size, {})
+        loader = WeightLoader(source, Host(), torch.float32, comm.rank, comm.size, {}, quantization)
         measured = loader.measure(specs)
         weights = loader.load(specs)
     assert sum(measured.values()) == loader.bytes, "the plan is made from other sizes than those that are loaded"
@@ -84,7 +95,6 @@ def logits(tiny: Tiny, comm: Communicator, loaded: dict[str, int] | None = None)
     weights["rope"] = model.tables(64)
     if loaded is not None:
         loaded |= {name: t.numel() for name, t in flat(weights["layers"][0]).items()}
-    (prompt,) = tiny.prompts(TOKENS)
     tables, positions = torch.tensor([[1, 2, 3]], dtype=torch.int32), torch.arange(TOKENS, dtype=torch.int32)
     lens, starts = torch.tensor([TOKENS], dtype=torch.int32), torch.tensor([0, TOKENS], dtype=torch.int32)
     regions = [[(0, TOKENS, a.metadata(tables, lens, starts, TOKENS, TOKENS))] for a in model.attentions]
@@ -104,11 +114,16 @@ def flat(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
 
 def over(size: int, tiny: Tiny) -> list[torch.Tensor]:
     """The logits of each rank."""
+    return ranks(size, lambda comm: logits(tiny, comm))
+
+
+def ranks(size: int, compute: Callable[[Communicator], torch.Tensor]) -> list[torch.Tensor]:
+    """What each rank computes."""
     board = Board(size)
 
     def rank(at: int) -> torch.Tensor:
         try:
-            return logits(tiny, Threads(at, size, board))
+            return compute(Threads(at, size, board))
         except BaseException:
             board.barrier.abort()
             raise

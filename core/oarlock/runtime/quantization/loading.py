@@ -29,6 +29,10 @@ class QuantizedReader:
 
     def __init__(self, quantization: Quantization, names: set[str], is_dummy: bool, rank: int, size: int) -> None:
         self.quantization, self.checkpoint, self.is_dummy, self.rank, self.size = quantization, names, is_dummy, rank, size
+        self.under: dict[str, set[str]] = {}  # module -> what it has: {"qweight", "scales", ...}
+        for name in names:
+            module, _, last = name.rpartition(".")
+            self.under.setdefault(module, set()).add(last)
 
     def formats(self, spec: WeightSpec) -> tuple[LinearFormat, ...] | None:
         """How each source of a weight is stored; None: they are plain tensors.
@@ -55,12 +59,12 @@ class QuantizedReader:
             found = self.quantization.linear(prefix, spec.kind == "lm_head")
             if found is None:
                 return None
-            needed = {name for name, stored in found.tensors(*_sizes(spec, at)).items() if not stored.optional}
+            # Settings seldom say that routers and the like were left out; a weight without scales beside it does.
+            if "weight" in self.under.get(prefix, ()) and self.under[prefix] <= {"weight", "bias"}:
+                return None
+            found.tensors(*_sizes(spec, at))
         except ValueError as error:
             raise WeightMismatch(f"{prefix}: {error}") from error
-        # Settings seldom say that routers and the like were left out; a plain weight in place of the quantised tensors does.
-        if f"{prefix}.weight" in self.checkpoint and not any(f"{prefix}.{name}" in self.checkpoint for name in needed):
-            return None
         return found
 
     def scheme(self, spec: WeightSpec, formats: Sequence[LinearFormat]) -> str:
