@@ -21,6 +21,7 @@ import oarlock.runtime.reference  # noqa: F401  registers core's ops
 from oarlock import backend_api
 from oarlock.backend_api import Hooks, runtime
 from oarlock.backend_api.runtime import registry
+from oarlock.runtime.quantization import schemes
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "backends.md"
 SECTION = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -32,9 +33,9 @@ def render(page: str) -> str:
 
 
 def section(name: str) -> str:
-    """Of a hook table, an op table, a record's fields, or a class's members."""
-    if name in ("hooks", "ops"):
-        return hooks() if name == "hooks" else ops()
+    """The hook table, the op table, the ops' references, quantised weights, a record's fields, or a class's members."""
+    if name in ("hooks", "ops", "references", "quantised"):
+        return {"hooks": hooks, "ops": ops, "references": references, "quantised": quantised}[name]()
     value = getattr(backend_api, name, None) or getattr(runtime, name)
     return fields(value) if hasattr(value, "__dataclass_fields__") else members(value)
 
@@ -65,6 +66,20 @@ def ops() -> str:
     return "\n".join(lines)
 
 
+def references() -> str:
+    """Signature and whole docstring of each op."""
+    out: list[str] = []
+    for name, op in sorted(registry().items()):
+        parameters = ", ".join(str(p.replace(annotation=inspect.Parameter.empty)) for p in inspect.signature(op.reference).parameters.values())
+        out += [f"def {name}({parameters}):", *_docstring(inspect.getdoc(op.reference), 4), ""]
+    return "```python\n" + "\n".join(line.rstrip() for line in out).strip() + "\n```"
+
+
+def quantised() -> str:
+    """How the weights of quantised linears lie in memory."""
+    return "```\n" + (inspect.getdoc(schemes) or "").partition("Never:")[2].partition("\n\n")[2].strip() + "\n```"
+
+
 def fields(record: Any) -> str:
     """Name, type, default and comment of each field."""
     source = textwrap.dedent(inspect.getsource(record))
@@ -92,8 +107,13 @@ def members(base: Any) -> str:
             continue
         marks = [ast.unparse(mark).removeprefix("abc.") for mark in node.decorator_list]
         out += ["", *(f"    @{mark}" for mark in marks), f"    def {node.name}({ast.unparse(node.args)}){_returns(node)}:"]
-        out += textwrap.indent(f'"""{text}\n"""' if text and "\n" in text else f'"""{text}"""' if text else "...", " " * 8).splitlines()
+        out += _docstring(text, 8)
     return "```python\n" + "\n".join(line.rstrip() for line in out) + "\n```"
+
+
+def _docstring(text: str | None, indent: int) -> list[str]:
+    quoted = f'"""{text}\n"""' if text and "\n" in text else f'"""{text}"""' if text else "..."
+    return textwrap.indent(quoted, " " * indent).splitlines()
 
 
 def _returns(node: ast.FunctionDef) -> str:
