@@ -241,7 +241,7 @@ def test_the_known_devices_get_the_right_words_with_nothing_installed(tmp_path: 
         assert text.endswith("To run on the processor instead, say so: --device host")
 
 
-@pytest.mark.parametrize(("name", "source"), [("cpu", "backends/cpu"), ("sim-eager", "plugins/sim"), ("sim-static", "plugins/sim")])
+@pytest.mark.parametrize(("name", "source"), [("cpu", "backends/cpu"), ("sim-eager", "plugins/sim"), ("sim-static", "plugins/sim"), ("template", "plugins/template_backend")])
 def test_a_device_that_lies_in_the_source_is_never_called_not_yet_built(tmp_path: Path, name: str, source: str) -> None:
     def message() -> str:
         with pytest.raises(PluginError) as caught:
