@@ -20,7 +20,7 @@ run_inputs=(pyproject.toml backends/cpu/pyproject.toml tools/install.sh "${sourc
 compiler=$(command -v "${CXX:-c++}" || command -v g++ || echo none)
 key_of() { { echo "$torch $compiler ${OARLOCK_CPU_KERNELS:-}"; sha256sum "$@"; } | sha256sum | cut -d' ' -f1; }
 run_key=$(key_of "${run_inputs[@]}")
-test_key=$(key_of "${run_inputs[@]}" plugins/*/pyproject.toml)
+test_key=$(key_of "${run_inputs[@]}" {plugins/*,backends/xpu,backends/neuron}/pyproject.toml)
 is_stamped() { [ -f "$venv/.installed-$1" ] && [ "$(cat "$venv/.installed-$1")" = "$2" ]; }
 if [ "$what" = run ]; then is_stamped run "$run_key" && exit 0; else is_stamped test "$test_key" && exit 0; fi
 
@@ -54,7 +54,7 @@ fi
 packages=(-e . -e backends/cpu)
 if [ "$what" = test ]; then
   packages=(-e ".[test]" -e backends/cpu)
-  for plugin in plugins/*/; do
+  for plugin in plugins/*/ backends/xpu/ backends/neuron/; do
     [ -f "${plugin}pyproject.toml" ] && packages+=(-e "${plugin%/}")
   done
 fi
