@@ -268,7 +268,8 @@ def programs(bench: Bench) -> None:
     assert runner is not None
     if runner.compiles_after_warmup:
         raise CheckFailed(f"{runner.compiles_after_warmup} programs were compiled after warm-up")
-    shapes = runner.model.attentions[0].kv_layout(bench.ready.num_blocks)
+    joined = runner.num_tensors // len(runner.state["kv"])  # layers in one tensor
+    shapes = runner.model.attentions[0].kv_layout(bench.ready.num_blocks * joined)
     have = [tuple(t.shape) for cache in runner.state["kv"] for t in cache]
     if have != [tuple(s) for _ in runner.state["kv"] for s in shapes]:
         raise CheckFailed(f"the cache has shapes {have}, the plan says {shapes} for {bench.ready.num_blocks} blocks")

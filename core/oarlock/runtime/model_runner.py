@@ -66,9 +66,10 @@ class ModelRunner:
 
     def _new_state(self) -> dict[str, Any]:
         where = self.device.torch_device
-        shapes = self.model.attentions[0].kv_layout(self.limits.num_blocks)
+        joined = self.num_tensors if self.model.joined else 1
+        shapes = self.model.attentions[0].kv_layout(self.limits.num_blocks * joined)
         # Not zeroed: attention never reads a slot before it is written, and touching gigabytes at start costs seconds and memory.
-        kv = [tuple(torch.empty(s, dtype=self.dtype, device=where) for s in shapes) for _ in range(self.num_tensors)]
+        kv = [tuple(torch.empty(s, dtype=self.dtype, device=where) for s in shapes) for _ in range(self.num_tensors // joined)]
         last = torch.zeros(self.null_row + 1, dtype=torch.int32, device=where)
         width = 1 if self.policy.table.is_exact else self.limits.max_model_len + 1
         return {"kv": kv, "last": last, "history": torch.zeros(self.null_row + 1, width, dtype=torch.int32, device=where)}

@@ -8,7 +8,7 @@ Never: touches a device, a request or the host's view of the batch; contains a s
 runner rebinds it. Host inputs of a program travel as one int32 buffer whose offsets follow from the key; floats travel
 as their bits.
 
-    state    kv       list of cache tuples, one per physical tensor
+    state    kv       list of cache tuples, one per physical tensor; or one for all, where the model's layers are joined
              last     [max_num_seqs + 1] int32: each row's last token; the final row is the null row
              history  [max_num_seqs + 1, history width] int32: tokens of rows that need penalties
 """
@@ -209,18 +209,31 @@ class ModelPrograms:
     def block_copy(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
         """Copy-on-write."""
         copy = self.model.attentions[0].copy_blocks
-        return {"kv": [copy(cache, i["source"], i["destination"]) for cache in state["kv"]]}, {}
+        source, destination = (self._in_every_layer(i[name], state["kv"]) for name in ("source", "destination"))
+        return {"kv": [copy(cache, source, destination) for cache in state["kv"]]}, {}
 
     def gather_blocks(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
-        """Blocks to be read by the host."""
-        return {}, {"blocks": [[t.index_select(0, i["ids"]) for t in cache] for cache in state["kv"]]}
+        """Blocks to be read by the host: one entry for each layer tensor, joined or not."""
+        ids = self._in_every_layer(i["ids"], state["kv"])
+        found = [[t.index_select(0, ids).split(key.copies) for t in cache] for cache in state["kv"]]
+        return {}, {"blocks": [list(blocks) for cache in found for blocks in zip(*cache, strict=True)]}
 
     def scatter_blocks(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
-        """Blocks that came from the host."""
+        """Blocks that came from the host, as `gather_blocks` gave them."""
         blocks: Any = i["blocks"]
-        put, at = self.ops.index_update, (i["ids"],)
+        put, at = self.ops.index_update, (self._in_every_layer(i["ids"], state["kv"]),)
+        if self.model.joined:
+            blocks = [[torch.cat(parts) for parts in zip(*blocks, strict=True)]]
         pairs = zip(state["kv"], blocks, strict=True)
         return {"kv": [tuple(put(t, at, new) for t, new in zip(cache, news, strict=True)) for cache, news in pairs]}, {}
+
+    def _in_every_layer(self, ids: torch.Tensor, kv: list[Any]) -> torch.Tensor:
+        """Block ids of each tensor of the state: the same, or those of all layers, one layer after another, where they are joined."""
+        if not self.model.joined:
+            return ids
+        layers = max(len(group.layers) for group in self.model.groups)
+        first = torch.arange(layers, dtype=ids.dtype, device=ids.device) * (kv[0][0].shape[0] // layers)
+        return (first[:, None] + ids).reshape(-1)
 
 
 def _step_context(model: Any, key: Key, weights: Any, i: Inputs, num_groups: int) -> StepContext:

@@ -221,6 +221,8 @@ class Worker:
             tied = self.weights["embed"]["weight"]
             prepare = self.ops.prepare.get("lm_head")
             self.weights["lm_head"] = {"weight": prepare(tied) if prepare else tied}
+        if self.model.joined:
+            self.weights["layers"] = self.ops.prepare["decoder_stack"](self.weights["layers"])
         tables = self.model.tables(self.summary.max_model_len)
         self.weights["rope"] = {name: self.device.place(f"rope.{name}", table, "none") for name, table in tables.items()}
 

@@ -17,6 +17,7 @@ from oarlock.kv_spec import KVGroup, KVSpec, make_groups
 from oarlock.runtime.layers.decoder import LayerPlan, StepContext, apply_linear, apply_norm
 from oarlock.runtime.layers.rope import rope_table
 from oarlock.runtime.layers.spec import AttentionSpec, ModelSpec
+from oarlock.runtime.layers.stack import is_uniform, make_decoder_stack
 
 Tree = dict[str, Any]
 MakeAttention = Callable[[AttentionParams, str], Attention]
@@ -33,6 +34,7 @@ class Model(Protocol):
     vocab_size: int
     hidden_size: int
     dtype: torch.dtype
+    joined: bool  # the caches of all layers are one: layer n's block b is block n * num_blocks + b
 
     def tables(self, length: int) -> dict[str, torch.Tensor]:
         """What is computed from the config alone, for contexts of up to `length` tokens; on the host. Becomes weights["rope"]."""
@@ -74,19 +76,21 @@ class NativeModel:
             self.attentions.append(make_attention(_params(spec.layers[group.layers[0]].attention, comm.size), group.kind))
             home |= {layer: (group.group_id, at) for at, layer in enumerate(group.layers)}
         self.home = [home[layer] for layer in range(len(spec.layers))]
-        self.layers = [
-            ops.decoder_layer(ops, LayerPlan(layer, _params(layer.attention, comm.size), self.attentions[group], group, comm))
+        plans = tuple(
+            LayerPlan(layer, _params(layer.attention, comm.size), self.attentions[group], group, comm)
             for layer, (group, _) in zip(spec.layers, self.home, strict=True)
-        ]
+        )
+        packs = "decoder_stack" in ops.prepare
+        self.joined = packs and is_uniform(plans, self.groups)
+        make_stack = ops.decoder_stack if self.joined or not packs else make_decoder_stack
+        self.stack = make_stack(ops, tuple(ops.decoder_layer(ops, plan) for plan in plans), plans, tuple(at for _, at in self.home))
 
     def tables(self, length: int) -> dict[str, torch.Tensor]:
         return {name: rope_table(spec, length) for name, spec in self.spec.rope.items()}
 
     def forward(self, weights: Tree, ids: torch.Tensor, kv: list[Any], step: StepContext) -> tuple[torch.Tensor, list[Any]]:
         x = self.embed(weights, ids, step.positions)
-        residual, kv = None, list(kv)
-        for layer, w, (_, tensor) in zip(self.layers, weights["layers"], self.home, strict=True):
-            x, residual, kv[tensor] = layer(w, x, residual, kv[tensor], step)
+        x, residual, kv = self.stack(weights["layers"], x, kv, step)
         return (x if residual is None else (x + residual).to(self.dtype)), kv
 
     def embed(self, weights: Tree, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -90,6 +90,8 @@ class _Run:
 class TransformersModel:
     """Keeps `models.base.Model`. Weights: {"parameters": tensors by transformers' names, "rope": what its code computes from the config}."""
 
+    joined = False
+
     def __init__(
         self,
         summary: ModelSummary,
