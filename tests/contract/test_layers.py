@@ -247,3 +247,25 @@ def test_backends_and_plugins_import_only_the_backend_api(package):
 def test_imports_inside_functions_are_seen_and_those_for_types_are_not():
     source = "if TYPE_CHECKING:\n    import torch\ndef f():\n    from oarlock.kv import manager\n"
     assert [i.name for i in imports(ast.parse(source))] == ["oarlock.kv", "oarlock.kv.manager"]
+
+
+ANY_FIRST = """
+import importlib, sys
+import torch
+wrong = []
+for module in sys.argv[1:]:
+    for name in [n for n in sys.modules if n.partition('.')[0] == 'oarlock']:
+        del sys.modules[name]
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        wrong.append(f'{module}: {type(error).__name__}: {error}')
+print('\\n'.join(wrong))
+"""
+
+
+def test_any_module_of_the_runtime_may_be_imported_first():
+    """A cycle shows only to whoever enters it at the wrong place."""
+    modules = [name for name in core_modules() if is_within(name, "oarlock.runtime")]
+    done = subprocess.run([sys.executable, "-c", ANY_FIRST, *modules], check=False, capture_output=True, text=True, timeout=120)
+    assert not done.returncode and not done.stdout.strip(), done.stdout + done.stderr
