@@ -17,7 +17,7 @@ import torch
 from conformance_subjects import make_subject
 from oarlock.backend_api import ConformanceProfile, Support
 from oarlock.cli import conformance as command
-from oarlock.conformance import LEVELS, attention_level, device_level, kit
+from oarlock.conformance import LEVELS, attention_level, contract_level, device_level, kit
 from oarlock.conformance.cases import Case, CheckFailed, Measure, Result, run_case
 from oarlock.conformance.metrics import compare, measure, same_bits
 from oarlock.conformance.pairwise import pairwise
@@ -106,6 +106,18 @@ def test_profiles_expect_failures_by_pattern_and_loosen_limits():
     assert subject.limit("rotary", "bfloat16", 2e-5) == 1e-3
     assert subject.limit("rotary", "float32", 1e-7) == 1e-7
     assert subject.limit("linear", "float32", 1e-6) == 1e-6, "a profile may only loosen"
+
+
+def own_cases():
+    return [Case("mine[1]", 2, passing, op="rms_norm")]
+
+
+def test_a_profile_adds_cases_and_gives_reasons():
+    subject = make_subject(profile=ConformanceProfile(device="under-test", extra_cases=(f"{__name__}:own_cases",)))
+    assert [c.id for c in kit.select(kit.Choice(pattern="mine"), subject)] == ["mine[1]"]
+    for silent in ({"tolerances": (("rotary", "float32", 1e-3, " "),)}, {"expected_failures": (("rotary*", ""),)}):
+        with pytest.raises(CheckFailed, match="rotary.* has no reason"):
+            contract_level._reasons(ConformanceProfile(device="d", **silent))
 
 
 # ---- metrics

@@ -169,5 +169,5 @@ class ConformanceProfile:
     device: str
     tolerances: tuple[tuple[str, str, float, str], ...] = ()  # (op, dtype, NMSE limit, reason)
     expected_failures: tuple[tuple[str, str], ...] = ()  # (case id pattern, reason); strict
-    extra_cases: tuple[str, ...] = ()  # import strings
-    options: dict[str, Any] = field(default_factory=dict)
+    extra_cases: tuple[str, ...] = ()  # import strings of functions without arguments that give `oarlock.conformance.cases.Case`s
+    options: dict[str, Any] = field(default_factory=dict)  # "stands_in": what computes where no hardware does, for the support table

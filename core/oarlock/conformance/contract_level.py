@@ -209,8 +209,18 @@ def hook_records(subject: Subject) -> None:
         for record in collect(subject.plugins, hook, **given):
             if not isinstance(record, kind):
                 raise CheckFailed(f"{hook}() yields {type(record).__name__} instead of {kind.__name__}")
+            if isinstance(record, specs.ConformanceProfile):
+                _reasons(record)
             if hook in _BASES and not issubclass(resolve(record.factory), _BASES[hook]):
                 raise CheckFailed(f"{hook}(): {record.factory} is no subclass of {_BASES[hook].__name__}")
+
+
+def _reasons(profile: specs.ConformanceProfile) -> None:
+    """What a profile loosens or expects to fail, it explains."""
+    silent = [f"{op} {dtype}" for op, dtype, _, reason in profile.tolerances if not reason.strip()]
+    silent += [pattern for pattern, reason in profile.expected_failures if not reason.strip()]
+    if silent:
+        raise CheckFailed(f"conformance(): {', '.join(silent)} has no reason; a limit is loosened, or a failure expected, only with one")
 
 
 def kernel_signatures(subject: Subject) -> None:

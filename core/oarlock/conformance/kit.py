@@ -23,6 +23,7 @@ import torch
 
 import oarlock
 from oarlock.backend_api import API_VERSION
+from oarlock.backend_api.runtime.ops import resolve
 from oarlock.conformance import LEVELS, attention_level, contract_level, device_level, ops_level, runner_level, serve_level
 from oarlock.conformance.cases import CASE_LIMIT_S, Case, Result, run_case
 from oarlock.conformance.provenance import KIT, commit, package_folder, source_hash
@@ -77,6 +78,7 @@ def select(choice: Choice, subject: Subject | None = None) -> list[Case]:
     except re.error as error:
         raise ConfigError(f"-k {choice.pattern}: no regular expression: {error}", option="-k") from None
     every = [case for level, source in enumerate(_SOURCES) if level in choice.levels for case in _cases(source, subject)]
+    every += [case for case in _extra(subject) if case.level in choice.levels]
     known = {case.op for source in _SOURCES for case in source() if case.op}
     unknown = sorted(set(choice.ops) - known)
     if unknown:
@@ -85,6 +87,11 @@ def select(choice: Choice, subject: Subject | None = None) -> list[Case]:
     if not found:
         raise ConfigError(f"no case matches levels {choice.levels}, ops {choice.ops or 'all'}, -k {choice.pattern!r}", option="-k")
     return found
+
+
+def _extra(subject: Subject | None) -> list[Case]:
+    """Cases that the device's profile adds: each import string leads to a callable that gives them."""
+    return [case for path in (subject.profile.extra_cases if subject else ()) for case in resolve(path)()]
 
 
 def _cases(source: Callable[..., Iterator[Case]], subject: Subject | None) -> Iterator[Case]:
@@ -136,6 +143,7 @@ def run(
     report.seconds = time.perf_counter() - started
     report.served = _served(subject)
     report.loosened = [list(t) for t in subject.profile.tolerances]
+    report.stands_in = str(subject.profile.options.get("stands_in", ""))
     report.served_dtype = serve_level.dtype_of(subject)
     return report
 

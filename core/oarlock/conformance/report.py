@@ -45,6 +45,7 @@ class Report:
     date: str = ""
     hashes: dict[str, str] = field(default_factory=dict)  # of the sources: "package" under test, "kit"
     device_text: str = ""
+    stands_in: str = ""  # what computed in place of hardware; "" when the device itself did
     stopped: str = ""  # why cases that were chosen were not run
     served_dtype: str = ""  # of level 5
     seconds: float = 0.0

@@ -33,6 +33,7 @@ FEW_SEQS = 16  # sim-static's --max-num-seqs, unless one was typed
 BLOCK_SIZES = (12, 8, 16, 32)  # 12 first: code that takes a power of two for granted fails on it
 SWAP_BYTES = 64 << 20  # small and not zero, so that the host tier is exercised
 DTYPES = ("float32", "bfloat16")
+KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 TORCH_HOOK = "_setup_privateuseone_for_python_backend"
 
 
@@ -135,4 +136,5 @@ def graph_runner(device: Any) -> list[GraphRunnerSpec]:
 @hookimpl
 def conformance() -> list[ConformanceProfile]:
     """Both compute with torch's CPU operators, so the limits are core's own."""
-    return [ConformanceProfile(device="sim-eager"), ConformanceProfile(device="sim-static")]
+    options = {"stands_in": "torch's CPU operators; there is no such hardware"}
+    return [ConformanceProfile(device=name, options=options) for name in ("sim-eager", "sim-static")]
