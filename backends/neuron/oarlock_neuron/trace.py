@@ -21,8 +21,12 @@ from torch.fx import Node
 FlatFn = Callable[..., tuple[Any, ...]]
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_CONSTANT_BYTES = 1 << 20  # weights are arguments; what a program closes over is compiled into it
-# Operators that are neither of the core set nor broken down into it by torch, and whose lowering is an element-wise or plain one.
-MORE_OPS = {"aten::bitwise_left_shift", "aten::bitwise_right_shift", "aten::sort", "aten::view", "aten::_assert_tensor_metadata", "aten::floor_divide"}
+# Operators outside torch's table of the core set and its decompositions: shifts, forms of view and copy, and checks.
+MORE_OPS = frozenset(
+    f"aten::{name}"
+    for name in ("_assert_tensor_metadata", "bitwise_left_shift", "bitwise_right_shift", "chunk", "contiguous", "flatten", "matmul", "reshape",
+                 "sort", "to", "view")
+)  # fmt: skip
 
 
 class Unsuitable(ValueError):
@@ -151,7 +155,7 @@ def _check_ops(program: Any, tag: str) -> None:
 
 @functools.cache
 def is_allowed(op: torch._ops.OpOverload) -> bool:
-    """Of the core operator set, or broken down into it by torch; an in-place form counts as its plain one."""
+    """Of the core operator set, or broken down into it by torch's table, or one of MORE_OPS; an in-place form counts as its plain one."""
     if op.namespace not in ("aten", "prims"):
         return False
     name = op._schema.name.rstrip("_") if op._schema.is_mutable else op._schema.name
@@ -161,12 +165,13 @@ def is_allowed(op: torch._ops.OpOverload) -> bool:
     overload = getattr(plain, op._overloadname, None) if plain is not None else None
     if overload is not None and overload is not op:
         return is_allowed(overload)
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    return False
 
 
 @functools.cache
 def _decomposed() -> frozenset[Any]:
-    return frozenset(core_aten_decompositions())
+    """Those of torch's table; not its linear algebra, which ends in factorisations outside the core set."""
+    return frozenset(op for op in core_aten_decompositions() if not str(op).startswith("aten.linalg_"))
 
 
 def _check_constants(program: Any, tag: str) -> None:
