@@ -7,14 +7,16 @@ Never: lets a null, stale or freed slot reach a result.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from oarlock.backend_api.runtime import Attention, AttentionParams
 
-from oarlock_tpu import host, paged
-from oarlock_tpu.vendor import jnp, to_jax, to_torch
+from oarlock_tpu import chips, paged
+from oarlock_tpu.chips import AXIS, P
+from oarlock_tpu.vendor import jax, jnp, to_jax, to_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,17 @@ class Region:
 
 
 class TpuAttention(Attention):
-    """Keys and values lie in [num_blocks, block_size, lanes]: all KV heads side by side, padded to whole groups of 128 lanes."""
+    """Keys and values lie in [num_blocks, block_size, lanes]: all KV heads side by side, padded to whole groups of 128 lanes.
+
+    Over several chips each has its own heads' lanes, and computes its own heads.
+    """
+
+    def __init__(self, block_size: int, dtype: torch.dtype, params: AttentionParams) -> None:
+        super().__init__(block_size, dtype, params)
+        self._chips = chips.active()
 
     def kv_layout(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        shape = (num_blocks, self.block_size, self._shape(self.params).lanes)
+        shape = (num_blocks, self.block_size, self._shape(self.params).lanes * self._chips.count)
         return shape, shape
 
     def metadata(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, max_q: int, num_tokens: int) -> Region:
@@ -54,21 +63,32 @@ class TpuAttention(Attention):
         return Region(base, tables, lens, lens - (end - start), max_q, pad, back)
 
     def write_kv(self, cache: tuple[torch.Tensor, ...], key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        write = self._over_chips(_write, (P(None, None, AXIS), P(None, AXIS), P()), P(None, None, AXIS))
         at = to_jax(slots)
-        return tuple(to_torch(self._write(to_jax(tensor), to_jax(new), at)) for tensor, new in zip(cache, (key, value), strict=True))
-
-    def _write(self, cache: Any, new: Any, slots: Any) -> Any:
-        merged = new.reshape(new.shape[0], -1).astype(cache.dtype)
-        merged = jnp.pad(merged, ((0, 0), (0, cache.shape[2] - merged.shape[1])))
-        return cache.reshape(-1, cache.shape[2]).at[slots].set(merged).reshape(cache.shape)
+        return tuple(to_torch(write(to_jax(tensor), to_jax(new), at)) for tensor, new in zip(cache, (key, value), strict=True))
 
     def attend(self, query: torch.Tensor, cache: tuple[torch.Tensor, ...], metadata: Region, params: AttentionParams) -> torch.Tensor:
         q, keys, values = to_jax((query, *cache))
-        m, shape = metadata, self._shape(params)
+        m, lanes, heads = metadata, P(None, None, AXIS), P(None, None, AXIS)
+        compute = self._over_chips(functools.partial(paged.attend, self._shape(params)), (heads, lanes, lanes, P(), P(), P(), P()), heads)
         padded = q[:, None] if m.pad is None else q[m.pad]
-        out = paged.attend(shape, padded, keys, values, m.base, m.tables, m.seq_lens, m.first)
+        out = compute(padded, keys, values, m.base, m.tables, m.seq_lens, m.first)
         flat = out.reshape(-1, *q.shape[1:])
         return to_torch(flat if m.back is None else flat[m.back])
 
     def _shape(self, p: AttentionParams) -> paged.Shape:
-        return paged.Shape(p.num_heads, p.num_kv_heads, p.head_dim, self.block_size, p.scale, p.window, p.softcap, interpret=host.is_simulated())
+        """Of one chip."""
+        heads, kv_heads = p.num_heads // self._chips.count, p.num_kv_heads // self._chips.count
+        return paged.Shape(heads, kv_heads, p.head_dim, self.block_size, p.scale, p.window, p.softcap, self._chips.interpret)
+
+    def _over_chips(self, function: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        """Each chip computes its part."""
+        if self._chips.count == 1:
+            return function
+        return jax.shard_map(function, mesh=self._chips.mesh, in_specs=inputs, out_specs=output, check_vma=False)
+
+
+def _write(cache: Any, new: Any, slots: Any) -> Any:
+    merged = new.reshape(new.shape[0], -1).astype(cache.dtype)
+    merged = jnp.pad(merged, ((0, 0), (0, cache.shape[2] - merged.shape[1])))
+    return cache.reshape(-1, cache.shape[2]).at[slots].set(merged).reshape(cache.shape)

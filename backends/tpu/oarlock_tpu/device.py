@@ -14,7 +14,7 @@ import torch
 from oarlock.backend_api import Capabilities
 from oarlock.backend_api.runtime import Device
 
-from oarlock_tpu import host, plugin, vendor
+from oarlock_tpu import chips, host, plugin, vendor
 from oarlock_tpu.vendor import jax, jnp
 
 _CHUNK_TOKENS = (64, 512)
@@ -57,14 +57,16 @@ class TpuDevice(Device):
             raise RuntimeError(f"JAX finds no TPU: {error}. Another process may hold the chips; look at JAX_PLATFORMS and libtpu too") from error
         if wanted > len(found):
             raise RuntimeError(f"--tpu-chips {wanted}: JAX finds {len(found)} {platform} device{'s' if len(found) > 1 else ''}")
-        self._chips = found[:wanted]
+        self._chips = chips.Chips(tuple(found[:wanted]), interpret=self._simulated)
+        chips.use(self._chips)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         return vendor.Context()
 
     def synchronise(self) -> None:
-        """Launches are in order on each chip: the last one ends last."""
-        jax.device_put(jnp.zeros(()), self._chips[0]).block_until_ready()
+        """Launches are in order on each chip: a last one ends last."""
+        for chip in self._chips.devices:
+            (jax.device_put(jnp.zeros(()), chip) + 1).block_until_ready()
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
@@ -73,14 +75,21 @@ class TpuDevice(Device):
     def memory_info(self) -> tuple[int, int]:
         if self._simulated:
             return host.memory()
-        stats = [chip.memory_stats() for chip in self._chips]
+        stats = [chip.memory_stats() for chip in self._chips.devices]
         total = sum(s["bytes_limit"] for s in stats)
         return total - sum(s["bytes_in_use"] for s in stats), total
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        if isinstance(host, vendor.Tensor):
-            return host
-        return vendor.wrap(jnp.array(vendor.to_numpy(host)))  # a copy: on the host's own device `device_put` may share memory
+        return host if isinstance(host, vendor.Tensor) else self._put(host, self._chips.whole)
+
+    def place(self, name: str, tensor: torch.Tensor, shard: Any) -> torch.Tensor:
+        return self._put(tensor, self._chips.weight(name, tuple(tensor.shape), shard))
+
+    def _put(self, tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
+        array = vendor.to_numpy(tensor)
+        if self._simulated:
+            array = array.copy()  # JAX's CPU may share the host's memory
+        return vendor.wrap(jax.device_put(array, sharding))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return vendor.from_numpy(vendor.unwrap(tensor)) if isinstance(tensor, vendor.Tensor) else tensor
@@ -106,8 +115,7 @@ class TpuDevice(Device):
     def describe(self) -> str:
         if self._simulated:
             return f"simulated on JAX {jax.__version__}'s CPU, no TPU"
-        chip = self._chips[0]
-        return f"{chip.device_kind}, {len(self._chips)} chip{'s' if len(self._chips) > 1 else ''}, JAX {jax.__version__}"
+        return f"{self._chips.devices[0].device_kind}, {self._chips.count} chip{'s' if self._chips.count > 1 else ''}, JAX {jax.__version__}"
 
 
 def _ascending(sizes: Any) -> tuple[int, ...]:

@@ -147,13 +147,13 @@ def _unpack(shape: Shape, out: Any, queries: int, together: int) -> Any:
 
 
 def _lowest(shape: Shape, first: Any) -> Any:
-    """The first block that any query of a row sees."""
-    return 0 if shape.window is None else jnp.maximum(first - shape.window + 1, 0) // shape.block_size
+    """The first block that any query of a row sees. Division as the chip has it: `//` asks which chip it is for."""
+    return 0 if shape.window is None else jax.lax.div(jnp.maximum(first - shape.window + 1, 0), shape.block_size)
 
 
 def _page(n: int, r: Any, g: Any, q: Any, j: Any, base: Any, tables: Any, seq_lens: Any, first: Any, *, shape: Shape, pages: int, width: int, **_: Any) -> Any:
     """Which block of the cache page `n` of step `j` is. Past the row's end it is the last one again, which is not read twice."""
-    last = jnp.maximum(seq_lens[r] - 1, 0) // shape.block_size
+    last = jax.lax.div(jnp.maximum(seq_lens[r] - 1, 0), shape.block_size)
     at = jnp.minimum(_lowest(shape, first[r]) + j * pages + n, last)
     return base[0] + tables[r * width + at], 0, g
 
@@ -186,7 +186,7 @@ def _kernel(base: Any, tables: Any, seq_lens: Any, first: Any, query: Any, *refs
         if shape.softcap is not None:
             scores = shape.softcap * jnp.tanh(scores / shape.softcap)
         position = start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        asks = first_query + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0) // size
+        asks = first_query + jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0), size)
         seen = (position <= asks) & (position < seq_len)
         if shape.window is not None:
             seen &= position > asks - shape.window

@@ -114,8 +114,11 @@ def check_model(model: Any, config: Any, device: DeviceSpec) -> list[Problem]:
 
 @hookimpl
 def graph_runner(device: Any) -> list[GraphRunnerSpec]:
-    """Programs are compiled ahead of time by XLA."""
-    return [GraphRunnerSpec(name="xla", factory="oarlock_tpu.runner:XlaRunner", priority=10)]
+    """Programs are compiled ahead of time by XLA; for a machine that is only described, they stay there."""
+    from oarlock_tpu.abstract import AbstractTpu  # a worker has torch and jax already
+
+    factory = "oarlock_tpu.abstract:AbstractRunner" if isinstance(device, AbstractTpu) else "oarlock_tpu.runner:XlaRunner"
+    return [GraphRunnerSpec(name="xla", factory=factory, priority=10)]
 
 
 @hookimpl
@@ -129,6 +132,7 @@ def kernels(device: Any) -> list[OpImpl]:
     """Where the plain-torch reference cannot be traced, or says less than XLA can use."""
     return [
         OpImpl(op="as_float", name="xla", factory="oarlock_tpu.ops:as_float", priority=10),
+        OpImpl(op="decoder_stack", name="scan", factory="oarlock_tpu.stack:scanned", priority=10, prepare="oarlock_tpu.stack:pack"),
         OpImpl(op="lm_head", name="xla", factory="oarlock_tpu.ops:lm_head", priority=10),
     ]
 

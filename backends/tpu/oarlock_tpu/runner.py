@@ -13,7 +13,7 @@ from typing import Any
 
 from oarlock.backend_api.runtime import Device, GraphRunner, PureProgram
 
-from oarlock_tpu import vendor
+from oarlock_tpu import chips, vendor
 from oarlock_tpu.vendor import jax
 
 log = logging.getLogger("oarlock.tpu")
@@ -24,30 +24,57 @@ class XlaRunner(GraphRunner):
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
+        self._chips = chips.active()
         self._weights: tuple[Any, list[Any]] = (None, [])  # the tree last given, and its arrays
 
     def compile(self, fn: PureProgram, example: tuple[Any, ...], tag: str) -> PureProgram:
         """Traces and compiles at once; later calls must have exactly the example's shapes, which XLA checks."""
         started = time.monotonic()
         flat = Flat(fn, example)
-        compiled = jax.jit(flat.trace, donate_argnums=1).lower(*vendor.to_jax(flat.leaves)).compile()
+        compiled = self._lowered(flat, example[1]).compile()
         log.debug("%s compiled in %.1f s", tag, time.monotonic() - started)
 
-        def run(weights: Any, written: Any, read: Any, packed: Any, device_inputs: Any) -> Any:
+        def run(weights: Any, written: dict[str, Any], read: Any, packed: Any, device_inputs: Any) -> Any:
             others = vendor.to_jax(jax.tree.leaves((read, packed, device_inputs)))
-            state, outputs = compiled(self._bound(weights), vendor.to_jax(jax.tree.leaves(written)), others)
+            state, outputs = compiled(self._bound(weights), self._owned(written), others)
             return flat.results(vendor.to_torch(state), vendor.to_torch(outputs))
 
         return run
 
+    def _lowered(self, flat: Flat, written: dict[str, Any], **options: Any) -> Any:
+        """The program for arrays where they will lie: weights as they were placed, state as `chips` says, all else whole."""
+        weights, state, others = vendor.to_jax(flat.leaves)
+        homes = self._homes(written)
+        shapes = (
+            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in weights],
+            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home) for x, home in zip(state, homes, strict=True)],
+            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._chips.whole) for x in others],
+        )
+        jitted = jax.jit(flat.trace, donate_argnums=1, out_shardings=(homes, self._chips.whole))
+        return jitted.trace(*shapes).lower(**options)
+
+    def _homes(self, written: dict[str, Any]) -> list[Any]:
+        return jax.tree.leaves({name: jax.tree.map(lambda _, name=name: self._chips.state(name), tree) for name, tree in written.items()})
+
     def refuses_unwarmed(self) -> bool:
         return True
+
+    def _owned(self, written: dict[str, Any]) -> list[Any]:
+        """State as arrays where programs expect it. What was only reserved is made now, on all chips at once."""
+        found = vendor.to_jax(jax.tree.leaves(written))
+        if all(isinstance(x, jax.Array) for x in found) and self._chips.count == 1:
+            return found
+        homes = self._homes(written)
+        return [jax.device_put(x, home) if isinstance(x, jax.Array) else vendor.zeros(x, home) for x, home in zip(found, homes, strict=True)]
 
     def _bound(self, weights: Any) -> list[Any]:
         """The weights as JAX arrays: converted once, for they are the same at every step."""
         if weights is not self._weights[0]:
             self._weights = weights, vendor.to_jax(jax.tree.leaves(weights))
         return self._weights[1]
+
+    def kept_in(self) -> str:
+        return self.device.options.get("tpu_compile_cache") or ""
 
 
 class Flat:

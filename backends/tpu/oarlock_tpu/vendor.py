@@ -115,6 +115,11 @@ def from_numpy(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """Raises RuntimeError for a dtype that JAX does not have."""
+    return torchax.ops.mappings.t2j_dtype(torch.int32 if dtype == torch.int64 else dtype)
+
+
 def wrap(array: Any) -> torch.Tensor:
     """A JAX array as a tensor."""
     return Tensor(array, env)
@@ -148,21 +153,33 @@ def tracing() -> Iterator[None]:
 class Context(torch.overrides.TorchFunctionMode):
     """Sends to torchax what concerns its tensors, and nothing else.
 
-    torchax's own modes take every call, and some that readers of files make fail in them.
+    torchax's own modes take every call, and some that readers of files make fail in them. `reserved`: constructors whose tensors are
+    only reserved, a shape without memory, until a program is given them: uninitialised ones, so that they are made where they belong.
     """
+
+    reserved: tuple[Any, ...] = (torch.empty,)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
         is_ours = device is not None and torch.device(device).type == DEVICE.type
+        if is_ours and func in self.reserved:
+            shape = args[0] if isinstance(args[0], (tuple, list, torch.Size)) else args
+            dtype = jax_dtype(kwargs.get("dtype") or torch.get_default_dtype())
+            return wrap(jax.ShapeDtypeStruct(tuple(shape), dtype))
         if is_ours or any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
             with env:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
+def zeros(shape: Any, sharding: Any) -> Any:
+    """An array in the place of a reserved one."""
+    return jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=sharding)()
+
+
 def seed(value: int) -> None:
     env.manual_seed(value)
 
 
-__all__ = ["DEVICE", "Context", "Tensor", "call", "env", "from_numpy", "jax", "jnp", "seed", "to_jax", "to_numpy", "to_torch", "tracing", "unwrap", "wrap"]
+__all__ = ["DEVICE", "Context", "Tensor", "call", "env", "from_numpy", "jax", "jax_dtype", "jnp", "seed", "to_jax", "to_numpy", "to_torch", "tracing", "unwrap", "wrap", "zeros"]
