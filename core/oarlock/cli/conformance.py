@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from oarlock.config.parser import Parser
-from oarlock.errors import ApiVersionMismatch, BackendNotFound, BackendUnavailable, PluginError
+from oarlock.errors import ApiVersionMismatch, BackendNotFound, BackendUnavailable, ConfigError, PluginError
 from oarlock.plugins import apply_environment, select_device
 
 NOT_AVAILABLE, CONTRACT = 2, 3
@@ -38,10 +38,13 @@ def main(argv: Sequence[str]) -> int:
     apply_environment(selection.spec)
     # The oracle computes on the host between the device's steps; spinning threads would take the cores from the device.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if arguments.baseline and not arguments.perf:
+        raise ConfigError("--baseline compares figures; give --perf with it", option="--baseline")
+    if arguments.perf:
+        return _perf(arguments, selection, argv)
     kit: Any = importlib.import_module("oarlock.conformance.kit")
     levels = kit.parse_levels(arguments.level) if arguments.level else kit.Choice().levels
-    ops = tuple(name.strip() for name in arguments.ops.split(",")) if arguments.ops else ()
-    choice = kit.Choice(levels, ops, arguments.k, arguments.full, arguments.keep_going, arguments.timeout)
+    choice = kit.Choice(levels, _names(arguments.ops), arguments.k, arguments.full, arguments.keep_going, arguments.timeout)
     show = functools.partial(_show, command=shlex.join(["oarlock", "conformance", *argv]), form=arguments.format, file=arguments.out)
     report = kit.run(selection, choice, _progress if sys.stderr.isatty() else lambda _: None, functools.partial(_stuck, show))
     show(report)
@@ -67,9 +70,34 @@ def _stuck(show: Callable[[Any], None], report: Any) -> None:
     os._exit(1)
 
 
+def _perf(arguments: Any, selection: Any, argv: Sequence[str]) -> int:
+    """Measure instead of testing."""
+    if arguments.format not in ("table", "json"):
+        raise ConfigError(f"--perf --format {arguments.format}: figures come as table or json", option="--format")
+    for name in ("level", "full", "keep_going"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--perf measures and tests nothing, so --{name.replace('_', '-')} would have no effect; leave one of them out", option="--perf")
+    perf = importlib.import_module("oarlock.conformance.perf")
+    baseline = importlib.import_module("oarlock.conformance.perf_report").read_baseline(arguments.baseline, selection.spec.name) if arguments.baseline else None
+    report = perf.run(selection, _names(arguments.ops), arguments.k, _progress if sys.stderr.isatty() else lambda _: None)
+    report.command = shlex.join(["oarlock", "conformance", *argv])
+    text = report.to_json() if arguments.format == "json" else report.to_table(baseline)
+    if not arguments.out:
+        print(text)
+        return 0
+    Path(arguments.out).write_text(text + "\n", encoding="utf-8")
+    print(f"{len(report.figures)} figures are in {arguments.out}")
+    return 0
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",")) if text else ()
+
+
 def _progress(result: Any) -> None:
     """One line that is overwritten, on a terminal."""
-    print(f"\r\033[K{result.status:<11} {result.id[:100]}", end="" if result.status in ("pass", "unsupported") else "\n", file=sys.stderr, flush=True)
+    status = getattr(result, "status", "measured")
+    print(f"\r\033[K{status:<11} {result.id[:100]}", end="\n" if status in ("fail", "error", "timeout", "xpass") else "", file=sys.stderr, flush=True)
 
 
 def _parser() -> Parser:
@@ -81,6 +109,8 @@ def _parser() -> Parser:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="the smaller set of cases (the default)")
     size.add_argument("--full", action="store_true", help="every case")
+    parser.add_argument("--perf", action="store_true", help="measure instead of testing: ops, steps, launches, start-up; nothing passes or fails")
+    parser.add_argument("--baseline", metavar="FILE", help="with --perf: an older report in JSON to compare with")
     parser.add_argument("--keep-going", action="store_true", help="run the next level even where failures leave it nothing to stand on")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="limit for one case, compiling included (default 300)")
     parser.add_argument("--format", choices=("table", "json", "md", "junit"), default="table", help="of the report (default table)")

@@ -8,7 +8,7 @@ Never: lists an op; an op without generator or limit fails its coverage case.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from oarlock.backend_api import Support
-from oarlock.backend_api.runtime import Op, registry
+from oarlock.backend_api.runtime import Op, PureProgram, registry
 from oarlock.conformance.cases import Case, CheckFailed, Measure
 from oarlock.conformance.metrics import compare, upcast
 from oarlock.conformance.subject import DTYPES, Guarded, Subject
@@ -70,29 +70,14 @@ def _on_device(
     """Call the bound implementation as part of a pure program. Checks that nothing else was written."""
     ops = subject.ops(dtype if dtype in subject.dtypes else subject.dtypes[0])
     implementation, prepare = getattr(ops, op.name), ops.prepare.get(op.name)
-    names = list(inspect.signature(op.reference).parameters)
     guards: list[tuple[Guarded, bool]] = []
-    weights: dict[str, Any] = {}
-    written: dict[str, Any] = {}
-    inputs: dict[str, Any] = {}
-    for name, value in zip(names, args, strict=False):
-        leaves, form = pytree.tree_flatten(value)  # a quantised weight is a dict of tensors
-        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            continue  # a static argument
-        if prepare is not None and name == "weight":
-            with subject.session():
-                weights[name] = prepare(pytree.tree_map(lambda leaf: subject.device.place(name, leaf, "none"), value))  # noqa: B023  used at once
-            continue
-        may_change = name in op.mutates
-        made = [subject.guarded(name, leaf) for leaf in leaves]
-        guards += [(guard, may_change) for guard in made]
-        (written if may_change else inputs)[name] = pytree.tree_unflatten([guard.tensor for guard in made], form)
 
-    def program(weights: Any, written: dict[str, Any], read: Any, packed: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        given = {**weights, **written, **inputs}
-        out = implementation(*(given.get(name, value) for name, value in zip(names, args, strict=False)), **kwargs)
-        return {name: out for name in written}, {"results": out}
+    def guard(name: str, leaf: torch.Tensor) -> torch.Tensor:
+        made = subject.guarded(name, leaf)
+        guards.append((made, name in op.mutates))
+        return made.tensor
 
+    weights, written, inputs, program = arrange(op, args, kwargs, implementation, prepare, subject, guard)
     fences = subject.fences(results)
     _, out = subject.run(case_id, program, weights=weights, written=written, inputs=inputs)
     got = [subject.download(t) for t in _tensors(out["results"])]
@@ -100,10 +85,38 @@ def _on_device(
         if not torch.equal(subject.download(fence), sentinel):
             raise CheckFailed("memory beside a result was written")
     functional = subject.device.capabilities.kv_update == "functional"
-    for guard, may_change in guards:
+    for made, may_change in guards:
         if not (may_change and functional):  # replaced state is gone on such a device
-            guard.check(subject, may_change)
+            made.check(subject, may_change)
     return got
+
+
+def arrange(
+    op: Op, args: Sequence[Any], kwargs: dict[str, Any], implementation: Callable[..., Any], prepare: Callable[..., Any] | None, subject: Subject,
+    upload: Callable[[str, torch.Tensor], torch.Tensor],
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], PureProgram]:  # fmt: skip
+    """One call of an op as a pure program: (weights, written state, inputs, program). Static arguments are closed over."""
+    names = list(inspect.signature(op.reference).parameters)
+    weights: dict[str, Any] = {}
+    written: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
+    for name, value in zip(names, args, strict=False):
+        leaves, _ = pytree.tree_flatten(value)
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            continue  # a static argument
+        if prepare is not None and name == "weight":
+            with subject.session():
+                weights[name] = prepare(subject.device.place(name, value, "none"))
+            continue
+        on_device = tuple(upload(name, leaf) for leaf in leaves) if isinstance(value, tuple) else upload(name, value)
+        (written if name in op.mutates else inputs)[name] = on_device
+
+    def program(weights: Any, written: dict[str, Any], read: Any, packed: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        given = {**weights, **written, **inputs}
+        out = implementation(*(given.get(name, value) for name, value in zip(names, args, strict=False)), **kwargs)
+        return {name: out for name in written}, {"results": out}
+
+    return weights, written, inputs, program
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
