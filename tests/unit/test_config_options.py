@@ -71,7 +71,7 @@ SAMPLES: dict[str, Any] = {
     "uds": "/run/o.sock", "chat-template": "t.jinja", "max-model-len": 4096, "long-lora-scaling-factors": [4.0], "ssl-keyfile": "k.pem",
     "tokenizer-pool-type": "custom",
 }  # fmt: skip
-NEEDS = {"ssl-keyfile": {"ssl_certfile": "c.pem"}}
+NEEDS = {"ssl-keyfile": {"ssl_certfile": "c.pem"}, "quantization-param-path": {"kv_cache_dtype": "fp8"}}
 
 
 def sample(option: Option) -> Any:
@@ -307,7 +307,6 @@ def test_wrong_keywords_are_type_errors_and_wrong_values_config_errors() -> None
         ("drain-grace", "[30]"),
         ("log-json", "[off]"),
         ("load-format", "(not in this version: tensorizer, bitsandbytes, sharded_state)"),
-        ("kv-cache-dtype", "(not in this version: only auto)"),
         ("pipeline-parallel-size", "(not in this version: only 1)"),
         ("enable-lora", "(not in this version)"),
     ],

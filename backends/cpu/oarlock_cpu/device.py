@@ -40,6 +40,7 @@ class CpuDevice(Device):
         return Capabilities(
             dtypes=dtypes,
             fast_dtypes=fast,
+            kv_dtypes=("auto", "fp8_e4m3", "fp8_e5m2"),
             block_sizes=plugin.BLOCK_SIZES,
             host_is_device=True,
             kv_update="in_place",

@@ -127,6 +127,9 @@ def check_relations(
                           f"{parallel.tensor_parallel_size}; use mp")  # fmt: skip
     if scheduler.preemption_mode == "swap" and cache.swap_space_bytes == 0:
         raise ConfigError(f"{name('preemption-mode')} swap needs swap space, but {name('swap-space')} is 0; give it some GiB")
+    if cache.kv_scales_path is not None and cache.kv_cache_dtype != "fp8_e4m3":
+        raise ConfigError(f"{name('quantization-param-path')} holds scales for an fp8_e4m3 KV cache, but {name('kv-cache-dtype')} is "
+                          f"{cache.kv_cache_dtype}; set it to fp8, or leave the file out")  # fmt: skip
     if model.max_logprobs < -1:
         raise ConfigError(f"{name('max-logprobs')} {model.max_logprobs}: must be -1 (no cap) or more")
     if model.rope_scaling is not None:

@@ -45,7 +45,8 @@ class CacheConfig:
 
     block_size: int | None = None  # None: the device's preferred one
     enable_prefix_caching: bool = True
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"  # "auto": the model's; "fp8_e4m3", "fp8_e5m2"
+    kv_scales_path: str | None = None  # file of scales for fp8_e4m3; None: the checkpoint's, or 1
     swap_space_bytes: int | None = None  # per worker; None: the device's default
     device_memory_utilization: float | None = None  # None: the device's rule (0.9 of an accelerator; design on a host)
     kv_cache_bytes: int | None = None  # absolute; wins over utilization

@@ -19,6 +19,7 @@ from oarlock.engine.client import InProcessClient
 from oarlock.engine.core import EngineCore
 from oarlock.engine.sinks import Sink, StatsLog, make_feed
 from oarlock.executor import make_executor
+from oarlock.kv_scales import read_scales
 from oarlock.model_summary import ModelSummary, load_summary
 from oarlock.plugins import Catalogue, apply_environment, installed, select_device, worker_plugins
 from oarlock.quantization import choose_method, methods
@@ -92,6 +93,8 @@ def prepare(config: EngineConfig, summary: ModelSummary | None = None) -> Launch
     check_claims(selection.probe.claims, config, selection.spec.name)
     changes.check(config, summary, selection.spec, manager)
     choose_method(config.model, summary, methods(manager))  # what no reader reads is said before a process starts
+    if config.cache.kv_scales_path is not None:
+        read_scales(config.cache.kv_scales_path, summary.hf_config.get("model_type"), summary.num_layers, config.parallel.tensor_parallel_size)
     return Launch(config, summary, selection)
 
 

@@ -17,6 +17,7 @@ from oarlock.backend_api.runtime import Attention, AttentionParams, Device, Eage
 from oarlock.backend_api.runtime.ops import resolve
 from oarlock.backend_api.specs import AttentionSpec, GraphRunnerSpec, OpImpl
 from oarlock.errors import PluginError
+from oarlock.runtime.quantization.kv_cache import cache_dtype
 from oarlock.runtime.reference.attention import FunctionalReferenceAttention, ReferenceAttention
 from oarlock.runtime.reference.state import index_update_in_place
 
@@ -58,17 +59,20 @@ def choose_graph_runner(records: Sequence[GraphRunnerSpec], device: Device) -> G
 
 
 def choose_attention(
-    records: Sequence[AttentionSpec], device: Device, params: AttentionParams, kind: str, dtype: str, block_size: int
+    records: Sequence[AttentionSpec], device: Device, params: AttentionParams, kind: str, dtype: str, block_size: int, kv_dtype: str = "auto"
 ) -> tuple[Attention, str, str]:
-    """(implementation, its name, who was rejected and why) for one KV cache group."""
+    """(implementation, its name, who was rejected and why) for one KV cache group. `kv_dtype`: --kv-cache-dtype."""
     facts: dict[str, Any] = {"head_dim": params.head_dim, "num_heads": params.num_heads, "num_kv_heads": params.num_kv_heads}
     facts |= {"kind": kind, "dtype": dtype, "block_size": block_size, "window": params.window, "softcap": params.softcap}
-    found = best(records, "attention", **facts)
+    able = [spec for spec in records if kv_dtype in spec.kv_dtypes]
+    found = best(able, "attention", **facts)
+    rejected = [f"{spec.name}: it serves a cache of {', '.join(spec.kv_dtypes)}, not of {kv_dtype}" for spec in records if spec not in able]
     if found.spec is not None:
         factory, name = resolve(found.spec.factory), found.spec.name
     else:
         factory, name = (FunctionalReferenceAttention if device.capabilities.kv_update == "functional" else ReferenceAttention), "reference"
-    return factory(block_size, getattr(torch, dtype), params), name, found.rejected
+    made: Attention = factory(block_size, cache_dtype(kv_dtype, getattr(torch, dtype)), params)
+    return made, name, " | ".join(filter(None, (found.rejected, *rejected)))
 
 
 def rejections(table: Sequence[tuple[str, str, str]]) -> list[str]:

@@ -44,7 +44,7 @@ class ModelRunner:
 
     def __init__(self, device: Device, graph: GraphRunner, model: Any, weights: Any, ops: Ops, policy: ShapePolicy, limits: RunnerLimits, dtype: torch.dtype) -> None:
         self.device, self.graph, self.model, self.weights, self.ops = device, graph, model, weights, ops
-        self.policy, self.limits, self.dtype = policy, limits, dtype
+        self.policy, self.limits, self.dtype = policy, limits, dtype  # dtype: of the cache
         self.null_row = limits.max_num_seqs
         self.num_groups = len(model.groups)
         self.programs = ModelPrograms(model, ops, self.null_row).specs()
@@ -228,7 +228,7 @@ class ModelRunner:
             host_ids = torch.tensor([host for _, host in part])
             for tier, blocks in zip(self.host_tier, got, strict=True):
                 for store, block in zip(tier, blocks, strict=True):
-                    store.index_copy_(0, host_ids, self.device.to_host(block)[: len(part)])
+                    store.index_put_((host_ids,), self.device.to_host(block)[: len(part)])
         for part, size in self._pieces(out.block_copy):
             self.run("block_copy", {"copies": size}, {"source": _column(part, 0, size), "destination": _column(part, 1, size)})
         for part, size in self._pieces(out.swap_in):

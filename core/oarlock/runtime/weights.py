@@ -8,7 +8,6 @@ Never: knows a file format or a model family.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ import torch
 from oarlock.backend_api.runtime import Device, LinearFormat, Quantization
 from oarlock.errors import WeightMismatch
 from oarlock.runtime.layers.spec import WeightSpec
+from oarlock.runtime.quantization.kv_cache import KV_SCALE
 from oarlock.runtime.quantization.loading import QuantizedReader
 
 # Tensors that checkpoints carry and no model reads: tables that are computed, buffers of training.
@@ -26,8 +26,6 @@ IGNORED = (
 )  # fmt: skip
 
 
-# Scales of an fp8 KV cache: read by `kv_scales` where the cache is one.
-KV_SCALE = re.compile(r"\blayers\.(\d+)\..*\b(k_scale|v_scale|kv_scale)$")
 
 Read = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]  # (name, shape, dtype) -> a tensor as the checkpoint keeps it
 

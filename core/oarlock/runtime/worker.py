@@ -44,6 +44,7 @@ from oarlock.runtime.loader import open_checkpoint, progress
 from oarlock.runtime.model_runner import ModelRunner, RunnerLimits
 from oarlock.runtime.models import FAMILIES, build_model
 from oarlock.runtime.pending import PendingStep
+from oarlock.runtime.quantization.kv_cache import Scales, cache_dtype, layer_scales
 from oarlock.runtime.warmup import canary
 from oarlock.runtime.weights import WeightLoader
 from oarlock.shapes import BucketTable, ShapePolicy
@@ -134,9 +135,10 @@ class Worker:
     @contextlib.contextmanager
     def _planned(self, free: int, total: int) -> Iterator[tuple[WeightLoader, list[WeightSpec]]]:
         """The plan is made; what loads the weights, and which."""
-        specs, quantization = self._build(), self._quantization()
+        quantization = self._quantization()
         checkpoint = open_checkpoint(self.summary, self.config.model)
         try:
+            specs = self._build(layer_scales(self.config, self.summary, checkpoint, self.rank))
             loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare, quantization)
             self.plan = self._plan(free, total, {**loader.measure(specs), "rope": self._table_bytes()})
             yield loader, specs
@@ -149,6 +151,7 @@ class Worker:
         self.plugins = worker_plugins(self.device_name)
         self.dtype_name = choose_dtype(self.config.model.dtype, self.summary.dtype, self.device)
         self.dtype = getattr(torch, self.dtype_name)
+        self.kv_dtype = cache_dtype(self.config.cache.kv_cache_dtype, self.dtype)
         check_device(caps, self.config, self.device.describe())
         self.block_size = self.config.cache.block_size or caps.block_sizes[0]
         communicators = collect(self.plugins, "communicator", device=self.device)
@@ -178,21 +181,24 @@ class Worker:
     def make_attention(self, params: AttentionParams, kind: str) -> Attention:
         """The attention implementation for one KV cache group: the supported one of highest priority, else the reference."""
         records = [record for record in collect(self.plugins, "attention", device=self.device) if record.name not in self._partial_attention]
-        made, self.attention_name, rejected = choose_attention(records, self.device, params, kind, self.dtype_name, self.block_size)
+        made, self.attention_name, rejected = choose_attention(
+            records, self.device, params, kind, self.dtype_name, self.block_size, self.config.cache.kv_cache_dtype
+        )
         partial = (f"{name}: serves some layers of this model only, in a layout of its own, and all layers share the cache" for name in self._partial_attention)
         self.attention_rejected = " | ".join(filter(None, (rejected, *partial)))
         self._attention_served.add(self.attention_name)
         return made
 
-    def _build(self) -> list[WeightSpec]:
+    def _build(self, kv_scales: Scales) -> list[WeightSpec]:
         """The model without weights; what weights it wants."""
         family = extensions.find("model", self.summary.architecture, self.device_name, own=self.summary.architecture in FAMILIES)
         given = extensions.load(family) if family is not None else None
         while True:
             self._attention_served = set()
             self.model, specs = build_model(
-                self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype, given, remote_code=self.config.model.trust_remote_code
-            )
+                self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype, given,
+                remote_code=self.config.model.trust_remote_code, kv_scales=kv_scales,
+            )  # fmt: skip
             of_plugins = self._attention_served - {"reference"}
             if not of_plugins or len({attention.kv_layout(1) for attention in self.model.attentions}) == 1:
                 return specs
@@ -258,7 +264,7 @@ class Worker:
         caps, item = self.device.capabilities, self.dtype.itemsize
         tied = 0 if "lm_head" in weights or "lm_head" not in self.ops.prepare else weights.get("embed", 0)  # the head's own copy
         shapes = self.model.attentions[0].kv_layout(2)
-        per_tensor = sum(torch.Size(shape).numel() // 2 for shape in shapes) * item
+        per_tensor = sum(torch.Size(shape).numel() // 2 for shape in shapes) * self.kv_dtype.itemsize
         tensors = max(len(g.layers) for g in self.model.groups)
         needs = MemoryNeeds(
             weights_bytes=sum(weights.values()) + tied,
@@ -294,7 +300,7 @@ class Worker:
         self.buckets = self._buckets(max_model_len)  # another rank's memory may have shortened the context
         limits = RunnerLimits(self.config.scheduler.max_num_seqs, max_model_len, num_blocks, num_host_blocks, self.config.model.max_logprobs)
         with self.device.context(), self._naming_memory(f"a KV cache of {num_blocks} blocks, and the largest step"):
-            self.runner = ModelRunner(self.device, self.graph, self.model, self.weights, self.ops, ShapePolicy(self.buckets), limits, self.dtype)
+            self.runner = ModelRunner(self.device, self.graph, self.model, self.weights, self.ops, ShapePolicy(self.buckets), limits, self.kv_dtype)
             self.runner.warmup()
             self.device.synchronise()
         return time.monotonic() - started, len(self.runner.compiled)

@@ -16,7 +16,7 @@ import torch
 from oarlock.backend_api import Capabilities
 from oarlock.backend_api.runtime import Device
 
-from oarlock_sim import BLOCK_SIZES, DTYPES, MEMORY_GIB, SWAP_BYTES
+from oarlock_sim import BLOCK_SIZES, DTYPES, KV_DTYPES, MEMORY_GIB, SWAP_BYTES
 from oarlock_sim.counters import COUNT
 from oarlock_sim.tensor import DEVICE_TYPE, MEMORY, SimMode, device_module
 
@@ -35,6 +35,7 @@ class SimEagerDevice(Device):
         return Capabilities(
             execution="eager",
             dtypes=DTYPES,
+            kv_dtypes=KV_DTYPES,
             block_sizes=BLOCK_SIZES,
             collectives=("gloo",),
             default_swap_bytes=SWAP_BYTES,

@@ -16,7 +16,7 @@ import torch
 from oarlock.backend_api import Capabilities
 from oarlock.backend_api.runtime import Device, GraphRunner, PureProgram
 
-from oarlock_sim import BLOCK_SIZES, DTYPES, MEMORY_GIB, SWAP_BYTES
+from oarlock_sim import BLOCK_SIZES, DTYPES, KV_DTYPES, MEMORY_GIB, SWAP_BYTES
 from oarlock_sim.counters import COUNT
 
 # Two sizes on the axes where rounding up can go wrong, one where it cannot: every combination is compiled at start-up.
@@ -42,6 +42,7 @@ class SimStaticDevice(Device):
             execution="compiled",
             dynamic_shapes=False,
             dtypes=DTYPES,
+            kv_dtypes=KV_DTYPES,
             block_sizes=BLOCK_SIZES,
             host_is_device=True,  # no simulated copy: functional updates copy whole caches, so the cache must stay small
             kv_update="functional",

@@ -18,8 +18,8 @@ OPTIONS: tuple[Option, ...] = (
     _cache("block-size", "int", None, "Tokens in a KV block, any size that the device declares. Unset: its preferred one.", "cache.block_size", low=1),
     _cache("enable-prefix-caching", "bool", True, "Reuse the KV of prompts that begin alike.", "cache.enable_prefix_caching"),
     _cache(
-        "kv-cache-dtype", "str", "auto", "Data type of the KV cache; auto: the model's.", "cache.kv_cache_dtype",
-        choices=("auto", "fp8", "fp8_e5m2", "fp8_e4m3"), built=("auto",), feature="fp8 KV cache", remedy="use auto",
+        "kv-cache-dtype", "str", "auto", "Data type of the KV cache; auto: the model's; fp8 is fp8_e4m3.", "cache.kv_cache_dtype",
+        choices=("auto", "fp8", "fp8_e5m2", "fp8_e4m3"), store=lambda value: "fp8_e4m3" if value == "fp8" else value,
     ),
     _cache(
         "swap-space", "gib", None, "Host memory per device for the KV of preempted requests, in GiB (0.5, 4) or with a unit (512MiB). "

@@ -87,7 +87,7 @@ OPTIONS: tuple[Option, ...] = (
         "Unset: what the checkpoint says.", "model.quantization", group="Quantization", aliases=("q",),
     ),
     _option(
-        "quantization-param-path", "str", None, "JSON file with scales for an fp8 KV cache.", group="Quantization",
-        fate="refused", feature="fp8 KV cache",
+        "quantization-param-path", "str", None, "JSON file with scales for an fp8_e4m3 KV cache. Unset: the checkpoint's, or 1.",
+        "cache.kv_scales_path", group="Quantization",
     ),
 )  # fmt: skip

@@ -8,7 +8,7 @@ Never: closes over a weight; chooses an implementation; branches on a tensor's v
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,13 @@ class LayerPlan:
     attention: Attention
     group: int
     comm: Communicator
+    k_scale: float = 1.0  # an fp8 cache keeps key / k_scale and value / v_scale; params.scale has k_scale in it already
+    v_scale: float = 1.0
+
+
+def make_plan(spec: Any, params: AttentionParams, attention: Attention, group: int, comm: Communicator, kv_scales: tuple[float, float]) -> LayerPlan:
+    """The plan of a layer whose fp8 cache has such scales for keys and values; 1 and 1 for any other cache."""
+    return LayerPlan(spec, replace(params, scale=params.scale * kv_scales[0]), attention, group, comm, *kv_scales)
 
 
 # A layer: (weights, hidden, residual or None, cache, step) -> (hidden, residual or None, cache)
@@ -98,10 +105,20 @@ def self_attention(ops: Ops, plan: LayerPlan, w: Tree, h: torch.Tensor, cache: C
     elif spec.rope is not None:
         qk = ops.rotary(qkv[:, : heads + kv_heads], step.positions, step.rope[spec.rope], spec.rope_interleaved)
         q, k = qk[:, :heads], qk[:, heads:]
-    cache = plan.attention.write_kv(cache, k, v, step.slots[plan.group])
-    parts = [plan.attention.attend(q[lo:hi], cache, meta, p) for lo, hi, meta in step.regions[plan.group]]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    out, cache = attend_and_keep(plan, q, k, v, cache, step)
     return row_linear(ops, plan.comm, out.reshape(num_tokens, heads * p.head_dim), w["o"]), cache
+
+
+def attend_and_keep(plan: LayerPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, step: StepContext) -> tuple[torch.Tensor, Cache]:
+    """Write the new keys and values, then attend over all regions. Scales of an fp8 cache are applied here, not by the attention."""
+    if plan.k_scale != 1.0:
+        k = k / plan.k_scale
+    if plan.v_scale != 1.0:
+        v = v / plan.v_scale
+    cache = plan.attention.write_kv(cache, k, v, step.slots[plan.group])
+    parts = [plan.attention.attend(q[lo:hi], cache, meta, plan.params) for lo, hi, meta in step.regions[plan.group]]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return (out if plan.v_scale == 1.0 else out * plan.v_scale), cache
 
 
 def _gate(ops: Ops, mlp: MlpSpec, x: torch.Tensor) -> torch.Tensor:

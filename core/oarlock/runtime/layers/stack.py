@@ -27,7 +27,7 @@ Stack = Callable[[Any, torch.Tensor, list[Cache], StepContext], tuple[torch.Tens
 
 def is_uniform(plans: tuple[LayerPlan, ...], groups: tuple[KVGroup, ...]) -> bool:
     """Whether one layer's program serves all layers, and one block table all caches."""
-    return len(groups) == 1 and len({plan.spec for plan in plans}) == 1
+    return len(groups) == 1 and len({(plan.spec, plan.k_scale, plan.v_scale) for plan in plans}) == 1
 
 
 def make_decoder_stack(ops: Ops, layers: tuple[Layer, ...], plans: tuple[LayerPlan, ...], tensors: tuple[int, ...]) -> Stack:

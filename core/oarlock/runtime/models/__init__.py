@@ -19,6 +19,7 @@ from oarlock.errors import ConfigError, ModelError, UnsupportedArchitecture
 from oarlock.model_summary import ModelSummary
 from oarlock.runtime.layers.spec import ModelSpec, WeightSpec
 from oarlock.runtime.models.base import MakeAttention, NativeModel, indivisible_heads
+from oarlock.runtime.quantization.kv_cache import Scales
 
 FAMILIES = {
     "GPT2LMHeadModel": "gpt2",
@@ -46,10 +47,12 @@ def build_model(
     family: Any = None,
     *,
     remote_code: bool = False,
+    kv_scales: Scales = (),
 ) -> tuple[Any, list[WeightSpec]]:
     """A model without weights, and the list of the weights it wants.
 
     `family`: a plugin's, in place of core's. `remote_code`: Python code of the checkpoint may be run where nothing else serves it.
+    `kv_scales`: of each layer's fp8 cache; (): 1.
 
     A family is a module (or object) with `model_spec(summary)` and `weight_specs(summary, spec)`. An architecture without
     one is served through transformers' modelling code where that allows it.
@@ -60,16 +63,16 @@ def build_model(
         UnsupportedArchitecture: neither way serves this architecture.
     """
     if family is None and summary.architecture not in FAMILIES:
-        return _from_transformers(summary, comm, make_attention, block_size, dtype, remote_code)
+        return _from_transformers(summary, comm, make_attention, block_size, dtype, remote_code, kv_scales)
     family = family or importlib.import_module(f"oarlock.runtime.models.{FAMILIES[summary.architecture]}")
     spec = family.model_spec(summary)
     weights = family.weight_specs(summary, spec)
     _check_division(spec, weights, comm.size)
-    return NativeModel(spec, ops, comm, make_attention, block_size, dtype), [_divided(weight, comm.size) for weight in weights]
+    return NativeModel(spec, ops, comm, make_attention, block_size, dtype, kv_scales), [_divided(weight, comm.size) for weight in weights]
 
 
 def _from_transformers(
-    summary: ModelSummary, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype, remote_code: bool
+    summary: ModelSummary, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype, remote_code: bool, kv_scales: Scales
 ) -> tuple[Any, list[WeightSpec]]:
     from oarlock.runtime.models.transformers_path import Refused, build_from_transformers
 
@@ -79,7 +82,7 @@ def _from_transformers(
             "take an unquantised checkpoint"
         )
     try:
-        return build_from_transformers(summary, comm, make_attention, block_size, dtype, remote_code)
+        return build_from_transformers(summary, comm, make_attention, block_size, dtype, remote_code, kv_scales)
     except Refused as refused:
         raise UnsupportedArchitecture(
             f"{summary.architecture} cannot be served. Tried: a native model file (there is none); the generic path over transformers' "

@@ -14,10 +14,11 @@ import torch
 
 from oarlock.backend_api.runtime import Attention, AttentionParams, Communicator, Ops
 from oarlock.kv_spec import KVGroup, KVSpec, make_groups
-from oarlock.runtime.layers.decoder import LayerPlan, StepContext, apply_linear, apply_norm
+from oarlock.runtime.layers.decoder import StepContext, apply_linear, apply_norm, make_plan
 from oarlock.runtime.layers.rope import rope_table
 from oarlock.runtime.layers.spec import AttentionSpec, ModelSpec
 from oarlock.runtime.layers.stack import is_uniform, make_decoder_stack
+from oarlock.runtime.quantization.kv_cache import Scales
 
 Tree = dict[str, Any]
 MakeAttention = Callable[[AttentionParams, str], Attention]
@@ -63,7 +64,9 @@ def indivisible_heads(spec: AttentionSpec, size: int) -> str | None:
 class NativeModel:
     """A decoder-only model described by a ModelSpec."""
 
-    def __init__(self, spec: ModelSpec, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype, kv_scales: Scales = ()
+    ) -> None:
         self.spec, self.ops, self.comm, self.block_size, self.dtype = spec, ops, comm, block_size, dtype
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         # Rounded to the model's dtype first, as families that scale their embedding do.
@@ -77,8 +80,8 @@ class NativeModel:
             home |= {layer: (group.group_id, at) for at, layer in enumerate(group.layers)}
         self.home = [home[layer] for layer in range(len(spec.layers))]
         plans = tuple(
-            LayerPlan(layer, _params(layer.attention, comm.size), self.attentions[group], group, comm)
-            for layer, (group, _) in zip(spec.layers, self.home, strict=True)
+            make_plan(layer, _params(layer.attention, comm.size), self.attentions[group], group, comm, scales)
+            for layer, (group, _), scales in zip(spec.layers, self.home, kv_scales or ((1.0, 1.0),) * len(spec.layers), strict=True)
         )
         packs = "decoder_stack" in ops.prepare
         self.joined = packs and is_uniform(plans, self.groups)

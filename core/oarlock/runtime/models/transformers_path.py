@@ -24,10 +24,11 @@ from oarlock.backend_api.runtime import Attention, AttentionParams, Communicator
 from oarlock.errors import ConfigError
 from oarlock.kv_spec import KVSpec, make_groups
 from oarlock.model_summary import ModelSummary
-from oarlock.runtime.layers.decoder import StepContext
+from oarlock.runtime.layers.decoder import StepContext, attend_and_keep, make_plan
 from oarlock.runtime.layers.spec import AttentionSpec, WeightSpec
 from oarlock.runtime.models.base import MakeAttention, Tree
 from oarlock.runtime.models.transformers_config import Refused, bare_model, weight_specs
+from oarlock.runtime.quantization.kv_cache import Scales
 
 NAME = "oarlock_paged"  # in transformers' table of attention functions
 # Arguments of an attention function that say nothing about which scores there are, or that the masks of paging imply.
@@ -51,7 +52,8 @@ def paged_attention(
 
 
 def build_from_transformers(
-    summary: ModelSummary, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype, remote_code: bool
+    summary: ModelSummary, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype, remote_code: bool,
+    kv_scales: Scales = (),
 ) -> tuple[TransformersModel, list[WeightSpec]]:
     """The model, and where its weights come from.
 
@@ -66,7 +68,7 @@ def build_from_transformers(
             "tensor_parallel_size",
         )
     specs, constants = weight_specs(causal)
-    return TransformersModel(summary, causal, constants, comm, make_attention, block_size, dtype), specs
+    return TransformersModel(summary, causal, constants, comm, make_attention, block_size, dtype, kv_scales), specs
 
 
 @dataclass(slots=True)
@@ -78,13 +80,10 @@ class _Run:
     kv: list[Any]
 
     def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-        layer = module.layer_idx
-        (group, tensor), params = self.model.home[layer], self.model.params[layer]
-        attention = self.model.attentions[group]
+        plan, (_, tensor) = self.model.plans[module.layer_idx], self.model.home[module.layer_idx]
         q, k, v = (x[0].transpose(0, 1).to(self.model.dtype).contiguous() for x in (query, key, value))
-        self.kv[tensor] = cache = attention.write_kv(self.kv[tensor], k, v, self.step.slots[group])
-        parts = [attention.attend(q[lo:hi], cache, meta, params) for lo, hi, meta in self.step.regions[group]]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None].to(query.dtype)
+        out, self.kv[tensor] = attend_and_keep(plan, q, k, v, self.kv[tensor], self.step)
+        return out[None].to(query.dtype)
 
 
 class TransformersModel:
@@ -101,6 +100,7 @@ class TransformersModel:
         make_attention: MakeAttention,
         block_size: int,
         dtype: torch.dtype,
+        kv_scales: Scales,
     ) -> None:
         self.constants = constants
         self.comm, self.block_size, self.dtype = comm, block_size, dtype
@@ -111,15 +111,19 @@ class TransformersModel:
         layers, self.hidden_size, self.vocab_size = _probe(self, causal, summary)
         if self.vocab_size != summary.vocab_size:
             raise Refused(f"its head gives {self.vocab_size} logits, config.json says {summary.vocab_size}")
-        self.params = [AttentionParams(a.num_heads, a.num_kv_heads, a.head_dim, a.scale, a.window, a.softcap) for a in layers]
+        params = [AttentionParams(a.num_heads, a.num_kv_heads, a.head_dim, a.scale, a.window, a.softcap) for a in layers]
         self.kv_specs = tuple(KVSpec("window" if a.window else "full", a.num_kv_heads, a.head_dim, a.window) for a in layers)
         try:
             self.groups = make_groups(self.kv_specs)
         except ValueError as error:
             raise Refused(str(error)) from None
-        self.attentions: list[Attention] = [make_attention(self.params[g.layers[0]], g.kind) for g in self.groups]
+        self.attentions: list[Attention] = [make_attention(params[g.layers[0]], g.kind) for g in self.groups]
         home = {layer: (g.group_id, at) for g in self.groups for at, layer in enumerate(g.layers)}
         self.home = [home[layer] for layer in range(len(layers))]
+        self.plans = [
+            make_plan(a, p, self.attentions[group], group, comm, scales)
+            for a, p, (group, _), scales in zip(layers, params, self.home, kv_scales or ((1.0, 1.0),) * len(layers), strict=True)
+        ]
 
     def tables(self, length: int) -> dict[str, torch.Tensor]:
         return dict(self.constants)

@@ -18,6 +18,14 @@ from oarlock.runtime.reference.layers import wide
 _MASKED = -1e30  # finite: no NaN when a query sees nothing
 
 
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` as the cache keeps it; what an 8-bit float cannot hold becomes the largest that it can."""
+    if dtype.itemsize > 1:
+        return x.to(dtype)
+    top = torch.finfo(dtype).max
+    return x.clamp(-top, top).to(dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class RegionMetadata:
     """One region's indices and masks. `context` = gathered blocks * block_size."""
@@ -89,7 +97,7 @@ class ReferenceAttention(Attention):
         for tensor, new in zip(cache, (key, value), strict=True):
             flat = tensor.view(-1, *tensor.shape[2:])
             write = flat.index_put_ if self._in_place else flat.index_put
-            written.append(write((slots,), new.to(tensor.dtype)).view(tensor.shape))
+            written.append(write((slots,), narrowed(new, tensor.dtype)).view(tensor.shape))
         return tuple(cache) if self._in_place else tuple(written)
 
     def attend(self, query: torch.Tensor, cache: tuple[torch.Tensor, ...], metadata: RegionMetadata, params: AttentionParams) -> torch.Tensor:
@@ -113,9 +121,9 @@ class ReferenceAttention(Attention):
 
     def copy_blocks(self, cache: tuple[torch.Tensor, ...], source: torch.Tensor, destination: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not self._in_place:
-            return super().copy_blocks(cache, source, destination)
+            return tuple(t.index_put((destination,), t.index_select(0, source)) for t in cache)
         for tensor in cache:
-            tensor.index_copy_(0, destination.long(), tensor.index_select(0, source))
+            tensor.index_put_((destination,), tensor.index_select(0, source))  # index_copy_ knows no 8-bit floats
         return tuple(cache)
 
 
