@@ -101,15 +101,14 @@ def arrange(
     written: dict[str, Any] = {}
     inputs: dict[str, Any] = {}
     for name, value in zip(names, args, strict=False):
-        leaves, _ = pytree.tree_flatten(value)
+        leaves, form = pytree.tree_flatten(value)  # a quantised weight is a dict of tensors
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             continue  # a static argument
         if prepare is not None and name == "weight":
             with subject.session():
-                weights[name] = prepare(subject.device.place(name, value, "none"))
+                weights[name] = prepare(pytree.tree_map(lambda leaf: subject.device.place(name, leaf, "none"), value))  # noqa: B023  used at once
             continue
-        on_device = tuple(upload(name, leaf) for leaf in leaves) if isinstance(value, tuple) else upload(name, value)
-        (written if name in op.mutates else inputs)[name] = on_device
+        (written if name in op.mutates else inputs)[name] = pytree.tree_unflatten([upload(name, leaf) for leaf in leaves], form)
 
     def program(weights: Any, written: dict[str, Any], read: Any, packed: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         given = {**weights, **written, **inputs}
