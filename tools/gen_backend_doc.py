@@ -17,7 +17,7 @@ import tokenize
 from pathlib import Path
 from typing import Any
 
-import oarlock.runtime.reference  # noqa: F401  registers core's ops
+import oarlock.runtime.worker  # noqa: F401  registers every op, as a worker does
 from oarlock import backend_api
 from oarlock.backend_api import Hooks, runtime
 from oarlock.backend_api.runtime import registry
