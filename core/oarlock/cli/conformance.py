@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import importlib
+import json
 import os
 import shlex
 import sys
@@ -40,11 +41,13 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if arguments.baseline and not arguments.perf:
         raise ConfigError("--baseline compares figures; give --perf with it", option="--baseline")
+    if arguments.record:
+        return _record(arguments, selection)
     if arguments.perf:
         return _perf(arguments, selection, argv)
     kit: Any = importlib.import_module("oarlock.conformance.kit")
     levels = kit.parse_levels(arguments.level) if arguments.level else kit.Choice().levels
-    choice = kit.Choice(levels, _names(arguments.ops), arguments.k, arguments.full, arguments.keep_going, arguments.timeout)
+    choice = kit.Choice(levels, _names(arguments.ops), arguments.k, arguments.full, arguments.keep_going, arguments.timeout, arguments.replay)
     show = functools.partial(_show, command=shlex.join(["oarlock", "conformance", *argv]), form=arguments.format, file=arguments.out)
     report = kit.run(selection, choice, _progress if sys.stderr.isatty() else lambda _: None, functools.partial(_stuck, show))
     show(report)
@@ -70,11 +73,26 @@ def _stuck(show: Callable[[Any], None], report: Any) -> None:
     os._exit(1)
 
 
+def _record(arguments: Any, selection: Any) -> int:
+    """Write down the op calls of a model instead of testing."""
+    for name in ("level", "ops", "k", "full", "perf", "replay", "keep_going"):
+        if getattr(arguments, name):
+            shown = f"-{name}" if name == "k" else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"--record writes down what a model calls and tests nothing, so {shown} would have no effect; leave it out", option="--record")
+    if not arguments.out:
+        raise ConfigError("--record needs --out FILE: where to write the calls", option="--out")
+    data = importlib.import_module("oarlock.conformance.record").record(selection, arguments.record)
+    Path(arguments.out).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    calls = data["calls"]
+    print(f"{len(calls)} different calls of {len({c['op'] for c in calls})} ops in {data['dtype']} are in {arguments.out}; --replay {arguments.out} runs them")
+    return 0
+
+
 def _perf(arguments: Any, selection: Any, argv: Sequence[str]) -> int:
     """Measure instead of testing."""
     if arguments.format not in ("table", "json"):
         raise ConfigError(f"--perf --format {arguments.format}: figures come as table or json", option="--format")
-    for name in ("level", "full", "keep_going"):
+    for name in ("level", "full", "keep_going", "replay"):
         if getattr(arguments, name):
             raise ConfigError(f"--perf measures and tests nothing, so --{name.replace('_', '-')} would have no effect; leave one of them out", option="--perf")
     perf = importlib.import_module("oarlock.conformance.perf")
@@ -111,6 +129,8 @@ def _parser() -> Parser:
     size.add_argument("--full", action="store_true", help="every case")
     parser.add_argument("--perf", action="store_true", help="measure instead of testing: ops, steps, launches, start-up; nothing passes or fails")
     parser.add_argument("--baseline", metavar="FILE", help="with --perf: an older report in JSON to compare with")
+    parser.add_argument("--record", metavar="MODEL", help="write every op call of a few steps of a model to --out: shapes, dtypes, ranges, no data")
+    parser.add_argument("--replay", default="", metavar="FILE", help="run the calls of a file of --record as cases")
     parser.add_argument("--keep-going", action="store_true", help="run the next level even where failures leave it nothing to stand on")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="limit for one case, compiling included (default 300)")
     parser.add_argument("--format", choices=("table", "json", "md", "junit"), default="table", help="of the report (default table)")

@@ -170,7 +170,7 @@ def cases(dtypes: Sequence[str] = tuple(LIMITS), block_sizes: Sequence[int] = ()
         yield made
     for dtype in LIMITS:
         if dtype not in dtypes:  # one case says so
-            yield Case(f"attention[{dtype}]", LEVEL, _never, "paged_attention", dtype, partial(_declared, Setting(), dtype))
+            yield Case(f"attention[{dtype}]", LEVEL, _never, "paged_attention", dtype, partial(declared, Setting(), dtype))
         for scenario, setting in _every():
             made = _case(scenario, setting, dtype, quick=False)
             if made.id not in quick:
@@ -202,10 +202,10 @@ def _never(subject: Subject) -> None:
 def _case(scenario: Scenario, setting: Setting, dtype: str, *, quick: bool) -> Case:
     case_id = f"attention[{dtype},{scenario.__name__},{setting}]"
     run = partial(_run, scenario, setting, dtype, case_id)
-    return Case(case_id, LEVEL, run, "paged_attention", dtype, partial(_declared, setting, dtype), quick)
+    return Case(case_id, LEVEL, run, "paged_attention", dtype, partial(declared, setting, dtype), quick)
 
 
-def _declared(setting: Setting, dtype: str, subject: Subject) -> Support:
+def declared(setting: Setting, dtype: str, subject: Subject) -> Support:
     """Core asks only for dtypes and block sizes that the device declares; every head size must work, by the reference if need be."""
     reasons = [] if dtype in subject.dtypes else [f"the device declares {', '.join(subject.dtypes)}"]
     sizes = subject.device.capabilities.block_sizes

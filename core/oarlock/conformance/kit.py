@@ -24,7 +24,7 @@ import torch
 import oarlock
 from oarlock.backend_api import API_VERSION
 from oarlock.backend_api.runtime.ops import resolve
-from oarlock.conformance import LEVELS, attention_level, contract_level, device_level, ops_level, runner_level, serve_level
+from oarlock.conformance import LEVELS, attention_level, contract_level, device_level, ops_level, replay, runner_level, serve_level
 from oarlock.conformance.cases import CASE_LIMIT_S, Case, Result, run_case
 from oarlock.conformance.provenance import KIT, commit, package_folder, source_hash
 from oarlock.conformance.report import Report
@@ -48,6 +48,7 @@ class Choice:
     full: bool = False
     keep_going: bool = False  # past a level whose failures leave the next nothing to stand on
     case_limit_s: float = CASE_LIMIT_S
+    replay: str = ""  # a file of recorded calls, which are the cases then
 
 
 def parse_levels(text: str) -> tuple[int, ...]:
@@ -78,7 +79,9 @@ def select(choice: Choice, subject: Subject | None = None) -> list[Case]:
     except re.error as error:
         raise ConfigError(f"-k {choice.pattern}: no regular expression: {error}", option="-k") from None
     every = [case for level, source in enumerate(_SOURCES) if level in choice.levels for case in _cases(source, subject)]
-    every += [case for case in _extra(subject) if case.level in choice.levels]
+    if choice.replay:
+        every = list(replay.cases(choice.replay))
+    every += [case for case in _extra(subject) if case.level in choice.levels and not choice.replay]
     known = {case.op for source in _SOURCES for case in source() if case.op}
     unknown = sorted(set(choice.ops) - known)
     if unknown:
@@ -215,9 +218,9 @@ def _new_report(selection: Selection, choice: Choice) -> Report:
         torch=torch.__version__,
         python=platform.python_version(),
         machine=platform.machine(),
-        levels=[LEVELS[n] for n in choice.levels],
+        levels=["replay"] if choice.replay else [LEVELS[n] for n in choice.levels],
         mode="full" if choice.full else "quick",
-        filtered=bool(choice.ops or choice.pattern),
+        filtered=bool(choice.ops or choice.pattern or choice.replay),
         commit=commit((folder, KIT)),
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         hashes={"package": source_hash(folder), "kit": source_hash(KIT)},

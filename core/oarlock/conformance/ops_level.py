@@ -39,7 +39,7 @@ def cases() -> Iterator[Case]:
                 for repeat in range(REPEATS):
                     case_id = f"{name}[{dtype},{text}]" + (f"#{repeat}" if repeat else "")
                     run = partial(_run, op, shape, dtype, limit, case_id)
-                    yield Case(case_id, LEVEL, run, name, dtype, partial(_declared, op, dtype), quick=not repeat)
+                    yield Case(case_id, LEVEL, run, name, dtype, partial(declared, op, dtype), quick=not repeat)
 
 
 def _covered(op: Op, subject: Subject) -> None:
@@ -47,7 +47,7 @@ def _covered(op: Op, subject: Subject) -> None:
         raise CheckFailed(f"op {op.name} has no generator, no cases, no tolerance or no cost")
 
 
-def _declared(op: Op, dtype: str, subject: Subject) -> Support:
+def declared(op: Op, dtype: str, subject: Subject) -> Support:
     """Ops with one dtype (the sampler's, on float32 logits) are needed on every device; else the device must declare the dtype."""
     if len(op.tolerance) == 1 or dtype in subject.dtypes:
         return Support(True)
@@ -58,6 +58,11 @@ def _run(op: Op, shape: dict[str, Any], dtype: str, limit: float, case_id: str, 
     assert op.generate is not None
     seed = Case(case_id, LEVEL, lambda _: None).seed
     args, kwargs = op.generate(shape, DTYPES[dtype], torch.Generator().manual_seed(seed))
+    return check_call(op, args, kwargs, dtype, limit, case_id, subject)
+
+
+def check_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any], dtype: str, limit: float, case_id: str, subject: Subject) -> Measure:
+    """One call on the device against the reference in float64 on the host. Raises CheckFailed as `compare` does, and for writes beside."""
     reference = _tensors(op.reference(*args, **kwargs))
     oracle = _tensors(op.reference(*pytree.tree_map_only(torch.Tensor, upcast, args), **kwargs))
     got = _on_device(op, args, kwargs, reference, dtype, case_id, subject)

@@ -39,14 +39,14 @@ class Row:
 class World:
     """One cache of one layer, its rows, and steps over them."""
 
-    def __init__(self, subject: Subject, params: AttentionParams, dtype: str, block_size: int, policy: ShapePolicy, seed: int) -> None:
+    def __init__(self, subject: Subject, params: AttentionParams, dtype: str, block_size: int, policy: ShapePolicy, seed: int, num_blocks: int = NUM_BLOCKS) -> None:
         self.subject, self.params, self.dtype, self.block_size, self.policy = subject, params, DTYPES[dtype], block_size, policy
         self.attention: Attention = subject.attention(params, dtype, block_size)
-        self.random = torch.Generator().manual_seed(seed)
-        self.free = [int(b) + 1 for b in torch.randperm(NUM_BLOCKS - 1, generator=self.random)]  # scattered ids: tables have holes
+        self.random, self.num_blocks = torch.Generator().manual_seed(seed), num_blocks
+        self.free = [int(b) + 1 for b in torch.randperm(num_blocks - 1, generator=self.random)]  # scattered ids: tables have holes
         self.tag = f"attend-{params}-{dtype}-{block_size}"
         self.rows: list[Row] = []
-        self.cache = tuple(subject.upload(torch.full(shape, math.nan, dtype=self.dtype)) for shape in self.attention.kv_layout(NUM_BLOCKS))
+        self.cache = tuple(subject.upload(torch.full(shape, math.nan, dtype=self.dtype)) for shape in self.attention.kv_layout(num_blocks))
 
     # ------------------------------------------------------------ rows and blocks
     def add(self, length: int, like: tuple[int, int] | None = None) -> int:
@@ -218,7 +218,7 @@ class World:
 
     def _check_blocks(self, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], owned: Sequence[int]) -> None:
         """Only `owned` blocks, and the null block, may have changed."""
-        others = [b for b in range(1, NUM_BLOCKS) if b not in set(owned)]
+        others = [b for b in range(1, self.num_blocks) if b not in set(owned)]
         for old, new in zip(before, after, strict=True):
             if not same_bits(old[others], new[others]):
                 wrong = [b for b in others if not same_bits(old[b], new[b])]
