@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
         return _perf(arguments, selection, argv)
     kit: Any = importlib.import_module("oarlock.conformance.kit")
     levels = kit.parse_levels(arguments.level) if arguments.level else kit.Choice().levels
-    choice = kit.Choice(levels, _names(arguments.ops), arguments.k, arguments.full, arguments.keep_going, arguments.timeout, arguments.replay)
+    choice = kit.Choice(
+        levels, _names(arguments.ops), arguments.k, arguments.full, arguments.keep_going, arguments.timeout, arguments.replay
+    )
     show = functools.partial(_show, command=shlex.join(["oarlock", "conformance", *argv]), form=arguments.format, file=arguments.out)
     report = kit.run(selection, choice, _progress if sys.stderr.isatty() else lambda _: None, functools.partial(_stuck, show))
     show(report)
@@ -78,13 +80,18 @@ def _record(arguments: Any, selection: Any) -> int:
     for name in ("level", "ops", "k", "full", "perf", "replay", "keep_going"):
         if getattr(arguments, name):
             shown = f"-{name}" if name == "k" else f"--{name.replace('_', '-')}"
-            raise ConfigError(f"--record writes down what a model calls and tests nothing, so {shown} would have no effect; leave it out", option="--record")
+            raise ConfigError(
+                f"--record writes down what a model calls and tests nothing, so {shown} would have no effect; leave it out",
+                option="--record",
+            )
     if not arguments.out:
         raise ConfigError("--record needs --out FILE: where to write the calls", option="--out")
     data = importlib.import_module("oarlock.conformance.record").record(selection, arguments.record)
     Path(arguments.out).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     calls = data["calls"]
-    print(f"{len(calls)} different calls of {len({c['op'] for c in calls})} ops in {data['dtype']} are in {arguments.out}; --replay {arguments.out} runs them")
+    print(
+        f"{len(calls)} different calls of {len({c['op'] for c in calls})} ops in {data['dtype']} are in {arguments.out}; --replay {arguments.out} runs them"
+    )
     return 0
 
 
@@ -94,9 +101,16 @@ def _perf(arguments: Any, selection: Any, argv: Sequence[str]) -> int:
         raise ConfigError(f"--perf --format {arguments.format}: figures come as table or json", option="--format")
     for name in ("level", "full", "keep_going", "replay"):
         if getattr(arguments, name):
-            raise ConfigError(f"--perf measures and tests nothing, so --{name.replace('_', '-')} would have no effect; leave one of them out", option="--perf")
+            raise ConfigError(
+                f"--perf measures and tests nothing, so --{name.replace('_', '-')} would have no effect; leave one of them out",
+                option="--perf",
+            )
     perf = importlib.import_module("oarlock.conformance.perf")
-    baseline = importlib.import_module("oarlock.conformance.perf_report").read_baseline(arguments.baseline, selection.spec.name) if arguments.baseline else None
+    baseline = (
+        importlib.import_module("oarlock.conformance.perf_report").read_baseline(arguments.baseline, selection.spec.name)
+        if arguments.baseline
+        else None
+    )
     report = perf.run(selection, _names(arguments.ops), arguments.k, _progress if sys.stderr.isatty() else lambda _: None)
     report.command = shlex.join(["oarlock", "conformance", *argv])
     text = report.to_json() if arguments.format == "json" else report.to_table(baseline)
@@ -115,24 +129,39 @@ def _names(text: str) -> tuple[str, ...]:
 def _progress(result: Any) -> None:
     """One line that is overwritten, on a terminal."""
     status = getattr(result, "status", "measured")
-    print(f"\r\033[K{status:<11} {result.id[:100]}", end="\n" if status in ("fail", "error", "timeout", "xpass") else "", file=sys.stderr, flush=True)
+    print(
+        f"\r\033[K{status:<11} {result.id[:100]}",
+        end="\n" if status in ("fail", "error", "timeout", "xpass") else "",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _parser() -> Parser:
     parser = Parser(prog="oarlock conformance", description="Test a device against the conformance kit.")
     parser.add_argument("--device", required=True, help="the device, as for serve; auto takes the best available")
-    parser.add_argument("--level", default="", help="levels by number or name, with commas and ranges: 0 contract, 1 device, 2 ops, 3 attention, 4 runner, 5 serve")
+    parser.add_argument(
+        "--level",
+        default="",
+        help="levels by number or name, with commas and ranges: 0 contract, 1 device, 2 ops, 3 attention, 4 runner, 5 serve",
+    )
     parser.add_argument("--ops", default="", help="only cases of these ops, separated by commas")
     parser.add_argument("-k", default="", metavar="REGEX", help="only cases whose id matches")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="the smaller set of cases (the default)")
     size.add_argument("--full", action="store_true", help="every case")
-    parser.add_argument("--perf", action="store_true", help="measure instead of testing: ops, steps, launches, start-up; nothing passes or fails")
+    parser.add_argument(
+        "--perf", action="store_true", help="measure instead of testing: ops, steps, launches, start-up; nothing passes or fails"
+    )
     parser.add_argument("--baseline", metavar="FILE", help="with --perf: an older report in JSON to compare with")
-    parser.add_argument("--record", metavar="MODEL", help="write every op call of a few steps of a model to --out: shapes, dtypes, ranges, no data")
+    parser.add_argument(
+        "--record", metavar="MODEL", help="write every op call of a few steps of a model to --out: shapes, dtypes, ranges, no data"
+    )
     parser.add_argument("--replay", default="", metavar="FILE", help="run the calls of a file of --record as cases")
     parser.add_argument("--keep-going", action="store_true", help="run the next level even where failures leave it nothing to stand on")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="limit for one case, compiling included (default 300)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="limit for one case, compiling included (default 300)"
+    )
     parser.add_argument("--format", choices=("table", "json", "md", "junit"), default="table", help="of the report (default table)")
     parser.add_argument("--out", metavar="FILE", help="write the report to a file, and only the verdict here")
     return parser

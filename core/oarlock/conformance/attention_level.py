@@ -28,7 +28,12 @@ LIMITS = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 5e-4}
 def padded(block_size: int) -> BucketTable:
     """One shape of each kind, so that a compiled device compiles few programs: the largest steps below; 8 blocks of 8 hold every row."""
     return BucketTable(
-        decode_rows=(5,), chunk_rows=(3,), chunk_tokens=(max(72, block_size + 42, 2 * block_size + 3),), chunk_lens=(max(48, 2 * block_size + 3),), blocks=(8,), out_rows=(8,)
+        decode_rows=(5,),
+        chunk_rows=(3,),
+        chunk_tokens=(max(72, block_size + 42, 2 * block_size + 3),),
+        chunk_lens=(max(48, 2 * block_size + 3),),
+        blocks=(8,),
+        out_rows=(8,),
     )
 
 
@@ -137,7 +142,14 @@ def swap(world: World, limit: float) -> Measure:
 
 def padding(world: World, limit: float) -> Measure:
     """The same steps exact and padded: real rows agree, padded rows are finite and write nothing."""
-    other = World(world.subject, world.params, str(world.dtype).removeprefix("torch."), world.block_size, ShapePolicy(padded(world.block_size)), seed=1)
+    other = World(
+        world.subject,
+        world.params,
+        str(world.dtype).removeprefix("torch."),
+        world.block_size,
+        ShapePolicy(padded(world.block_size)),
+        seed=1,
+    )
     found = []
     for w in (world, other):
         w.random.manual_seed(7)
@@ -188,7 +200,9 @@ def _pairwise(dtypes: Sequence[str], block_sizes: Sequence[int]) -> Iterator[tup
 
 def _every() -> Iterator[tuple[Scenario, Setting]]:
     """One thing changed at a time, in every scenario; windows with all of it."""
-    settings = [Setting(*heads) for heads in _HEADS] + [Setting(head_dim=d) for d in _HEAD_DIMS[1:]] + [Setting(softcap=c) for c in _SOFTCAPS[1:]]
+    settings = (
+        [Setting(*heads) for heads in _HEADS] + [Setting(head_dim=d) for d in _HEAD_DIMS[1:]] + [Setting(softcap=c) for c in _SOFTCAPS[1:]]
+    )
     settings += [Setting(block_size=size) for size in _BLOCK_SIZES]
     yield from product(_PLAIN, settings)
     for setting, behind in product(settings, _WINDOWS):

@@ -143,4 +143,6 @@ def run_case(case: Case, subject: Any, expected: str | None, limit_s: float = CA
         status, detail = "xfail", f"{expected} ({detail})"
     elif expected is not None and status == "pass":
         status, detail = "xpass", f"expected to fail ({expected}) but passed; remove the expectation"
-    return Result(case.id, case.level, status, detail, trace, time.perf_counter() - started, measure, case.op, case.dtype, case.family, case.is_vital)
+    return Result(
+        case.id, case.level, status, detail, trace, time.perf_counter() - started, measure, case.op, case.dtype, case.family, case.is_vital
+    )

@@ -52,7 +52,7 @@ class Choice:
 
 
 def parse_levels(text: str) -> tuple[int, ...]:
-    """"2", "0-3", "ops,attention" and mixtures of these.
+    """ "2", "0-3", "ops,attention" and mixtures of these.
 
     Raises:
         ConfigError: a level that does not exist.
@@ -104,7 +104,10 @@ def _cases(source: Callable[..., Iterator[Case]], subject: Subject | None) -> It
 
 
 def run(
-    selection: Selection, choice: Choice, on_result: Callable[[Result], None] = lambda _: None, on_stuck: Callable[[Report], None] | None = None
+    selection: Selection,
+    choice: Choice,
+    on_result: Callable[[Result], None] = lambda _: None,
+    on_stuck: Callable[[Report], None] | None = None,
 ) -> Report:
     """Run the chosen cases. A device that cannot even be made is one error of level 0.
 
@@ -167,7 +170,9 @@ def _watched(case: Case, report: Report, limit_s: float, on_stuck: Callable[[Rep
 
     def stuck() -> None:
         detail = f"not done after {limit_s:g} s, and cannot be interrupted: the run ends here"
-        report.results.append(Result(case.id, case.level, "timeout", detail, op=case.op, dtype=case.dtype, family=case.family, is_vital=case.is_vital))
+        report.results.append(
+            Result(case.id, case.level, "timeout", detail, op=case.op, dtype=case.dtype, family=case.family, is_vital=case.is_vital)
+        )
         report.stopped = f"{case.id} hung; the cases after it were not run"
         if on_stuck is not None:
             on_stuck(report)

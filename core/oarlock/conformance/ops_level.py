@@ -115,7 +115,9 @@ def arrange(
             continue
         (written if name in op.mutates else inputs)[name] = pytree.tree_unflatten([upload(name, leaf) for leaf in leaves], form)
 
-    def program(weights: Any, written: dict[str, Any], read: Any, packed: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def program(
+        weights: Any, written: dict[str, Any], read: Any, packed: Any, inputs: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         given = {**weights, **written, **inputs}
         out = implementation(*(given.get(name, value) for name, value in zip(names, args, strict=False)), **kwargs)
         return {name: out for name in written}, {"results": out}

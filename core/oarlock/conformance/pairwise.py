@@ -45,11 +45,15 @@ def _gain(row: dict[int, int], factor: int, value: int, left: dict[Pair, None]) 
     return closed, sum((factor, value) in pair for pair in left)
 
 
-def _mend(factors: Sequence[Sequence[Any]], row: dict[int, int], left: dict[Pair, None], allowed: Callable[[tuple[Any, ...]], bool]) -> tuple[Any, ...]:
+def _mend(
+    factors: Sequence[Sequence[Any]], row: dict[int, int], left: dict[Pair, None], allowed: Callable[[tuple[Any, ...]], bool]
+) -> tuple[Any, ...]:
     """Change `row`, in one factor outside its first pair if possible, until it is allowed. () when the pair itself cannot be: only it is closed."""
     fixed = list(row)[:2]
     for factor in (f for f in row if f not in fixed):
-        for value in sorted(range(len(factors[factor])), key=lambda v: _gain({f: x for f, x in row.items() if f != factor}, factor, v, left), reverse=True):
+        for value in sorted(
+            range(len(factors[factor])), key=lambda v: _gain({f: x for f, x in row.items() if f != factor}, factor, v, left), reverse=True
+        ):
             changed = {**row, factor: value}
             values = tuple(factors[f][changed[f]] for f in range(len(factors)))
             if allowed(values):

@@ -38,7 +38,9 @@ MODEL = {
 }  # fmt: skip
 
 
-def run(selection: Selection, ops: tuple[str, ...] = (), pattern: str = "", on_figure: Callable[[Figure], None] = lambda _: None) -> PerfReport:
+def run(
+    selection: Selection, ops: tuple[str, ...] = (), pattern: str = "", on_figure: Callable[[Figure], None] = lambda _: None
+) -> PerfReport:
     """Measure one device. With `ops` or `pattern` only what matches, and the peak that shares are taken of."""
     subject = Subject.open(selection)
     report = PerfReport(subject.spec.name, subject.device.describe(), torch.__version__)
@@ -130,7 +132,9 @@ def _copy_rate(subject: Subject) -> float:
 
 def _shapes(op: Op) -> Iterator[dict[str, Any]]:
     """The largest plain case of the op, with the sizes of a served model, for a few numbers of tokens or rows."""
-    plain = [case for case in op.cases if not any(isinstance(v, str) and k in ("fill", "special", "routing", "weight") for k, v in case.items())]
+    plain = [
+        case for case in op.cases if not any(isinstance(v, str) and k in ("fill", "special", "routing", "weight") for k, v in case.items())
+    ]
     variants: dict[tuple[Any, ...], dict[str, Any]] = {}
     for case in plain:  # static arguments make variants: each activation, each mode
         key = tuple(v for v in case.values() if isinstance(v, str))
@@ -154,7 +158,9 @@ def _op(subject: Subject, op: Op, dtype: str, shape: dict[str, Any], text: str) 
     return Figure(text, _timed(subject, program, text, weights, written, inputs), flops, moved, dtype, served)
 
 
-def _timed(subject: Subject, program: Any, tag: str, weights: Any, written: dict[str, Any], inputs: dict[str, Any], packed: Any = None) -> float:
+def _timed(
+    subject: Subject, program: Any, tag: str, weights: Any, written: dict[str, Any], inputs: dict[str, Any], packed: Any = None
+) -> float:
     """Seconds of a program; state that it replaces is handed to the next call, as a worker does."""
     packed = subject.upload(torch.zeros(1, dtype=torch.int32)) if packed is None else packed
     state = {"now": written}
@@ -184,12 +190,21 @@ def _attention(subject: Subject, dtype: str, rows: int, new: int, context: int, 
     random = torch.Generator().manual_seed(1)
     cache = tuple(subject.upload(torch.zeros(shape, dtype=DTYPES[dtype])) for shape in attention.kv_layout(rows * width + 1))
     tables = torch.arange(1, rows * width + 1, dtype=torch.int32)
-    at = (context - new + torch.arange(new, dtype=torch.int32)).repeat(rows) + size + torch.arange(rows, dtype=torch.int32).repeat_interleave(new) * width * size
+    at = (
+        (context - new + torch.arange(new, dtype=torch.int32)).repeat(rows)
+        + size
+        + torch.arange(rows, dtype=torch.int32).repeat_interleave(new) * width * size
+    )
     packed = torch.cat((at, tables, torch.full((rows,), context, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32) * new))
     shapes = {"query": params.num_heads, "key": params.num_kv_heads, "value": params.num_kv_heads}
-    inputs = {name: subject.upload(torch.randn(tokens, heads, params.head_dim, generator=random).to(DTYPES[dtype])) for name, heads in shapes.items()}
+    inputs = {
+        name: subject.upload(torch.randn(tokens, heads, params.head_dim, generator=random).to(DTYPES[dtype]))
+        for name, heads in shapes.items()
+    }
 
-    def program(weights: Any, written: dict[str, Any], read: Any, packed: torch.Tensor, i: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def program(
+        weights: Any, written: dict[str, Any], read: Any, packed: torch.Tensor, i: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         slots, table, lens, start = packed.split([tokens, rows * width, rows, rows + 1])
         kv = attention.write_kv(written["kv"], i["key"], i["value"], slots)
         meta = attention.metadata(table.reshape(rows, width), lens, start, new, tokens)
@@ -226,7 +241,10 @@ def _steps(subject: Subject, dtype: str) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="oarlock-perf-") as folder:
         tiny = TinyModel("dense", Path(folder), MODEL)
         model = ModelConfig(model=folder, dtype=dtype, generation_config="none", skip_tokenizer_init=True)
-        cache = CacheConfig(num_blocks_override=1 + 16 * -(-MODEL["max_position_embeddings"] // subject.device.capabilities.block_sizes[0]), swap_space_bytes=0)
+        cache = CacheConfig(
+            num_blocks_override=1 + 16 * -(-MODEL["max_position_embeddings"] // subject.device.capabilities.block_sizes[0]),
+            swap_space_bytes=0,
+        )
         config = EngineConfig(model, cache, SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256))
         started = time.perf_counter()
         worker = Worker(config, tiny.summary, subject.spec.name, subject.spec.factory)

@@ -80,5 +80,7 @@ def read_baseline(path: str, device: str) -> dict[str, float]:
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"--baseline {path}: {error}", option="--baseline") from None
     if kind != "perf" or of != device:
-        raise ConfigError(f"--baseline {path}: a report of --perf --format json on {device} is needed; this is {kind} on {of}", option="--baseline")
+        raise ConfigError(
+            f"--baseline {path}: a report of --perf --format json on {device} is needed; this is {kind} on {of}", option="--baseline"
+        )
     return {figure["id"]: figure["seconds"] for figure in data["figures"]}

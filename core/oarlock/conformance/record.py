@@ -121,7 +121,13 @@ class RecordingWorker(Worker):
     def make_attention(self, params: AttentionParams, *rest: Any, **more: Any) -> Attention:
         made = super().make_attention(params, *rest, **more)
         plain, calls, to_host, dtype = made.metadata, self.calls, self.device.to_host, self.dtype_name
-        facts = {"heads": params.num_heads, "kv_heads": params.num_kv_heads, "head_dim": params.head_dim, "window": params.window, "softcap": params.softcap}
+        facts = {
+            "heads": params.num_heads,
+            "kv_heads": params.num_kv_heads,
+            "head_dim": params.head_dim,
+            "window": params.window,
+            "softcap": params.softcap,
+        }
 
         def metadata(block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, max_q: int, num_tokens: int) -> Any:
             new = to_host(query_start_loc).diff().tolist()
@@ -143,7 +149,9 @@ def record(selection: Selection, model: str, dtype: str = "auto") -> dict[str, A
     given = ModelConfig(model=model, dtype=dtype, generation_config="none", skip_tokenizer_init=True)
     given = replace(given, max_model_len=min(CONTEXT, load_summary(given).max_model_len))
     summary = load_summary(given)
-    config = EngineConfig(given, CacheConfig(num_blocks_override=NUM_BLOCKS, swap_space_bytes=0), SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64))
+    config = EngineConfig(
+        given, CacheConfig(num_blocks_override=NUM_BLOCKS, swap_space_bytes=0), SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    )
     worker = RecordingWorker(config, summary, selection.spec.name, selection.spec.factory)
     try:
         worker.prepare()
@@ -162,9 +170,14 @@ def _steps(driver: Driver, vocab: int) -> None:
     kinds = (
         SamplingParams(temperature=0.0, max_tokens=50),
         SamplingParams(temperature=0.0, max_tokens=50, logprobs=3),
-        SamplingParams(temperature=0.8, top_p=0.9, top_k=30, max_tokens=50, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1),
+        SamplingParams(
+            temperature=0.8, top_p=0.9, top_k=30, max_tokens=50, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1
+        ),
     )
-    a, b, c = (driver.add(tuple(torch.randint(0, vocab, (n,), generator=draw).tolist()), kind, seed=n) for n, kind in zip((19, 5, 40), kinds, strict=True))
+    a, b, c = (
+        driver.add(tuple(torch.randint(0, vocab, (n,), generator=draw).tolist()), kind, seed=n)
+        for n, kind in zip((19, 5, 40), kinds, strict=True)
+    )
     for plan in ({a: 19, b: 3}, {a: 1, b: 2, c: 25}, {a: 1, b: 1, c: 15}, {a: 1, b: 1, c: 1}, {c: 1}):
         driver.step(plan)
     driver.end_all()

@@ -37,7 +37,9 @@ def cases(path: str) -> Iterator[Case]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"--replay {path}: no file that --record wrote: {type(error).__name__}: {error}", option="--replay") from None
     if not is_ours:
-        raise ConfigError(f"--replay {path}: kind {data['kind']!r} in format {data['format']!r}; 'calls' in format {FORMAT} is needed", option="--replay")
+        raise ConfigError(
+            f"--replay {path}: kind {data['kind']!r} in format {data['format']!r}; 'calls' in format {FORMAT} is needed", option="--replay"
+        )
     known = registry()
     for number, call in enumerate(data["calls"]):
         name = call["op"]
@@ -104,7 +106,9 @@ def _attention(call: dict[str, Any], number: int) -> Case:
     # The block size is the recording device's: another device takes its own where it does not declare that one.
     setting = attention_level.Setting(call["heads"], call["kv_heads"], call["head_dim"], None, call["window"], call["softcap"])
     supports = partial(attention_level.declared, setting, dtype)
-    return Case(case_id, attention_level.LEVEL, partial(_run_attention, call, setting.params(), case_id), "paged_attention", dtype, supports)
+    return Case(
+        case_id, attention_level.LEVEL, partial(_run_attention, call, setting.params(), case_id), "paged_attention", dtype, supports
+    )
 
 
 def _run_attention(call: dict[str, Any], params: AttentionParams, case_id: str, subject: Subject) -> Measure:
@@ -128,4 +132,3 @@ def _holding(rows: list[list[int]], block_size: int) -> BucketTable:
     longest, tokens, count = max(context for context, _ in rows), sum(new for _, new in rows), len(rows)
     chunk = max(longest, tokens)
     return BucketTable((count,), (count,), (chunk,), (chunk,), (-(-longest // block_size),), (2 * count,))
-

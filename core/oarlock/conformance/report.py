@@ -73,10 +73,15 @@ class Report:
         if bad:
             return [f"NOT CONFORMING: {len(bad)} of {len(self.results)} cases", *lines, *unrun]
         if not lines:
-            return [f"every chosen case passed (levels {', '.join(self.levels)}); a verdict needs a run of levels 0 to 4 with all their cases", *unrun]
+            return [
+                f"every chosen case passed (levels {', '.join(self.levels)}); a verdict needs a run of levels 0 to 4 with all their cases",
+                *unrun,
+            ]
         expected = [r.id for r in self.results if r.status == "xfail"]
         if expected:
-            lines[0] += f"; but for {', '.join(expected[:3])}{f' and {len(expected) - 3} more' if len(expected) > 3 else ''}, which are expected to fail"
+            lines[0] += (
+                f"; but for {', '.join(expected[:3])}{f' and {len(expected) - 3} more' if len(expected) > 3 else ''}, which are expected to fail"
+            )
         return lines
 
     def to_json(self) -> str:

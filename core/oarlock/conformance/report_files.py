@@ -50,9 +50,17 @@ def to_junit(report: Report) -> str:
         if not here:
             continue
         counts = {"tests": len(here), "failures": sum(r.status in ("fail", "xpass") for r in here)}
-        counts |= {"errors": sum(r.status in ("error", "timeout") for r in here), "skipped": sum(r.status in ("unsupported", "xfail") for r in here)}
+        counts |= {
+            "errors": sum(r.status in ("error", "timeout") for r in here),
+            "skipped": sum(r.status in ("unsupported", "xfail") for r in here),
+        }
         suite = ElementTree.SubElement(root, "testsuite", {"name": f"level {level} {name}", **{k: str(v) for k, v in counts.items()}})
-        facts = {"verdict": report.verdict(), "command": report.command, "commit": report.commit, **{f"sources.{k}": v for k, v in report.hashes.items()}}
+        facts = {
+            "verdict": report.verdict(),
+            "command": report.command,
+            "commit": report.commit,
+            **{f"sources.{k}": v for k, v in report.hashes.items()},
+        }
         properties = ElementTree.SubElement(suite, "properties")
         for key, value in facts.items():
             ElementTree.SubElement(properties, "property", name=key, value=value)
@@ -64,7 +72,9 @@ def to_junit(report: Report) -> str:
 
 def _junit_case(suite: ElementTree.Element, level: str, result: Result) -> None:
     case = ElementTree.SubElement(suite, "testcase", classname=level, name=result.id, time=f"{result.seconds:.3f}")
-    tag = {"fail": "failure", "xpass": "failure", "error": "error", "timeout": "error", "unsupported": "skipped", "xfail": "skipped"}.get(result.status)
+    tag = {"fail": "failure", "xpass": "failure", "error": "error", "timeout": "error", "unsupported": "skipped", "xfail": "skipped"}.get(
+        result.status
+    )
     if tag is not None:
         what = ElementTree.SubElement(case, tag, type=result.status, message=_clean(result.detail))
         what.text = _clean(result.trace) or None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -17,13 +18,17 @@ from pathlib import Path
 import torch
 
 from oarlock.backend_api import Support
-from oarlock.config.sections import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from oarlock.backend_api.runtime import EagerRunner
+from oarlock.config.sections import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from oarlock.conformance.cases import Case, CheckFailed, Measure
 from oarlock.conformance.driver import Branch, Driver
 from oarlock.conformance.metrics import judge
 from oarlock.conformance.subject import Subject
-from oarlock.conformance.tiny_models import MODELS, VOCAB, TinyModel
-from oarlock.messages import PositionLogprobs
+from oarlock.conformance.tiny_models import MODELS, QUANTISED, VOCAB, TinyModel
+from oarlock.executor.base import Pending
+from oarlock.executor.multiproc import MultiprocExecutor
+from oarlock.messages import ModelRunnerOutput, PositionLogprobs, SchedulerOutput, WorkerReady
+from oarlock.plugins import installed
 from oarlock.runtime.worker import Worker
 from oarlock.sampling_params import SamplingParams
 
@@ -38,12 +43,9 @@ _GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 class Bench:
     """A model loaded on the device in one dtype, warmed up."""
 
-    def __init__(self, subject: Subject, tiny: TinyModel, dtype: str) -> None:
+    def __init__(self, subject: Subject, tiny: TinyModel, dtype: str, kind: type[Worker] = Worker) -> None:
         self.tiny, self.dtype, self.limit = tiny, dtype, subject.limit("logits", dtype, LIMITS[dtype])
-        model = ModelConfig(model=str(tiny.folder), dtype=dtype, max_logprobs=-1, generation_config="none", skip_tokenizer_init=True)
-        cache = CacheConfig(num_blocks_override=NUM_BLOCKS, swap_space_bytes=HOST_BYTES)
-        config = EngineConfig(model, cache, SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64))
-        self.worker = Worker(config, tiny.summary, subject.spec.name, subject.spec.factory)
+        self.worker = kind(engine_config(tiny, dtype), tiny.summary, subject.spec.name, subject.spec.factory)
         self.worker.prepare()
         self.ready = self.worker.load()
         self.worker.start(self.ready.num_blocks, self.ready.num_host_blocks, self.ready.max_model_len)
@@ -61,6 +63,12 @@ class Bench:
         return tuple(torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
+def engine_config(tiny: TinyModel, dtype: str) -> EngineConfig:
+    model = ModelConfig(model=str(tiny.folder), dtype=dtype, max_logprobs=-1, generation_config="none", skip_tokenizer_init=True)
+    cache = CacheConfig(num_blocks_override=NUM_BLOCKS, swap_space_bytes=HOST_BYTES)
+    return EngineConfig(model, cache, SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64))
+
+
 class Lab:
     """Models and benches of one run, made when first needed."""
 
@@ -70,11 +78,14 @@ class Lab:
         self.benches: dict[tuple[str, str], Bench] = {}
 
     def bench(self, subject: Subject, name: str, dtype: str) -> Bench:
+        if (name, dtype) not in self.benches:
+            self.benches[name, dtype] = Bench(subject, self.model(name), dtype)
+        return self.benches[name, dtype]
+
+    def model(self, name: str) -> TinyModel:
         if name not in self.models:
             self.models[name] = TinyModel(name, self.folder / name)
-        if (name, dtype) not in self.benches:
-            self.benches[name, dtype] = Bench(subject, self.models[name], dtype)
-        return self.benches[name, dtype]
+        return self.models[name]
 
     def close(self) -> None:
         for bench in self.benches.values():
@@ -84,6 +95,33 @@ class Lab:
 
 
 Check = Callable[[Bench], Measure | None]
+
+
+class EagerWorker(Worker):
+    """A worker whose programs run as they are, whatever the device would make of them."""
+
+    def _choose_parts(self) -> None:
+        super()._choose_parts()
+        self.graph = EagerRunner(self.device)
+
+
+class Ranks:
+    """An executor of several ranks, driven as one worker is."""
+
+    def __init__(self, config: EngineConfig, tiny: TinyModel, subject: Subject) -> None:
+        self._executor = MultiprocExecutor(config, tiny.summary, subject.spec.name, subject.spec.factory)
+        self.close = self._executor.shutdown
+
+    def load(self) -> WorkerReady:
+        every = self._executor.load()
+        self._executor.start(min(r.num_blocks for r in every), min(r.num_host_blocks for r in every), every[0].max_model_len)
+        return every[0]
+
+    def execute(self, out: SchedulerOutput) -> Pending:
+        return self._executor.execute(out)
+
+    def read(self, pending: Pending) -> ModelRunnerOutput:
+        return pending.result()
 
 
 # ---- comparing
@@ -167,13 +205,19 @@ def _generate(bench: Bench, branches: list[Branch], count: int) -> None:
 
 
 def _check_greedy(bench: Bench, branch: Branch, count: int) -> None:
+    check_greedy(bench.tiny, branch, count)
+
+
+def check_greedy(tiny: TinyModel, branch: Branch, count: int) -> None:
     """Every token is the oracle's best one, near-ties apart; later tokens are judged on what came before them."""
     if len(branch.output) != count:
         raise CheckFailed(f"{len(branch.output)} tokens instead of {count}")
-    rows = bench.tiny.logprobs(tuple(branch.tokens[:-1]))[branch.prompt_len - 1 :]
+    rows = tiny.logprobs(tuple(branch.tokens[:-1]))[branch.prompt_len - 1 :]
     for n, (row, token) in enumerate(zip(rows, branch.output, strict=True)):
         if int(row.argmax()) != token and float(row.max() - row[token]) > NEAR_TIE:
-            raise CheckFailed(f"token {n} is {token}, the reference's best is {int(row.argmax())}, {float(row.max() - row[token]):.3g} above it")
+            raise CheckFailed(
+                f"token {n} is {token}, the reference's best is {int(row.argmax())}, {float(row.max() - row[token]):.3g} above it"
+            )
 
 
 def greedy(bench: Bench) -> None:
@@ -203,7 +247,9 @@ def overlapped(bench: Bench) -> None:
 
 def seeded(bench: Bench) -> None:
     """Seeded sampling with every parameter: the same tokens alone, in a batch, and on another row."""
-    params = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.2, repetition_penalty=1.1)
+    params = SamplingParams(
+        temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.2, repetition_penalty=1.1
+    )
     prompt = bench.prompt(11, 31)
     alone = bench.driver.add(prompt, params, seed=77)
     _generate(bench, [alone], 16)
@@ -276,6 +322,64 @@ def programs(bench: Bench) -> None:
     bench.worker.canary()
 
 
+def as_eager(subject: Subject) -> Measure:
+    """Captured or compiled programs give the log-probabilities that the same programs give when they run as they are."""
+    found: list[list[torch.Tensor]] = []
+    lab = subject.part(Lab)
+    bench = lab.bench(subject, "dense", "float32")
+    eager = Bench(subject, lab.models["dense"], "float32", EagerWorker)
+    try:
+        for each in (bench, eager):
+            branches = [each.driver.add(each.prompt(n, 70 + n), _ALL) for n in (21, 6)]
+            rows = []
+            for plan in ({0: 18, 1: 3}, *({0: 1, 1: 1},) * 3):  # the same shapes again: a replay takes the inputs of now
+                out = each.driver.step({branches[n]: count for n, count in plan.items()})
+                rows += [
+                    _vector(p) for b in branches for p in (*out.prompt_logprobs.get(b.branch_id, ()), *out.logprobs.get(b.branch_id, ()))
+                ]
+            found.append(rows)
+            each.driver.end_all()
+        return _distance(bench, *found)
+    finally:
+        eager.worker.close()
+
+
+def two_ranks(subject: Subject) -> None:
+    """Two ranks on this host, layers split between them: the oracle's greedy tokens, in a batch with chunks."""
+    lab = subject.part(Lab)
+    tiny = lab.model("dense")
+    config = replace(engine_config(tiny, "float32"), parallel=ParallelConfig(tensor_parallel_size=2, executor="mp"))
+    ranks = Ranks(config, tiny, subject)
+    try:
+        driver = Driver(ranks, ranks.load())
+        branches = [driver.add(tuple((n * k) % VOCAB for k in range(1, n)), _GREEDY) for n in (12, 30)]
+        for plan in ((11, 9), (1, 20), *((1, 1),) * 9):
+            driver.step(dict(zip(branches, plan, strict=True)))
+        for branch, count in zip(branches, (11, 10), strict=True):
+            check_greedy(tiny, branch, count)
+    finally:
+        ranks.close()
+
+
+def _is_captured(subject: Subject) -> Support:
+    if "float32" not in subject.dtypes or subject.device.capabilities.execution == "compiled":
+        return Support(False, ("the device runs compiled programs only, so there is no other way to compare with",))
+    if isinstance(subject.graph, EagerRunner):
+        return Support(False, ("the device runs programs as they are",))
+    return Support(True)
+
+
+def _has_ranks(subject: Subject) -> Support:
+    caps, claims = subject.device.capabilities, subject.selection.probe.claims
+    if "float32" not in subject.dtypes or not caps.collectives:
+        return Support(False, ("the device declares no collectives",))
+    if not caps.host_is_device and (claims is None or claims.num_devices < 2):
+        return Support(False, ("there is one device",))
+    if not any(spec.name == subject.spec.name for plugin in installed().plugins for spec in plugin.devices):
+        return Support(False, (f"no installed package provides the device {subject.spec.name}, so no rank can find it",))
+    return Support(True)
+
+
 _FORCED: tuple[Check, ...] = (whole, chunks, decodes, mixtures)
 _TOKENS: tuple[Check, ...] = (greedy, overlapped, seeded, preempted, swapped, copied, broken_row)
 
@@ -288,6 +392,21 @@ def cases() -> Iterator[Case]:
                 case_id = f"runner[{dtype},{name},{check.__name__}]"
                 run = partial(_run, check, name, dtype)
                 yield Case(case_id, LEVEL, run, dtype=dtype, supports=partial(_declared, check, name, dtype), family=name.partition("-")[0])
+    for name, dtype in product(QUANTISED, LIMITS):
+        for check in (whole, mixtures, *((greedy,) if dtype == "float32" else ()), programs):
+            run = partial(_run, check, name, dtype)
+            yield Case(
+                f"runner[{dtype},{name},{check.__name__}]",
+                LEVEL,
+                run,
+                dtype=dtype,
+                supports=partial(_declared, check, name, dtype),
+                family="quantized",
+            )
+    for name, check, supports in (("as_eager", as_eager, _is_captured), ("two_ranks", two_ranks, _has_ranks)):
+        yield Case(
+            f"runner[float32,dense,{name}]", LEVEL, check, dtype="float32", supports=supports, family="dense", quick=check is as_eager
+        )
 
 
 def _declared(check: Check, name: str, dtype: str, subject: Subject) -> Support:

@@ -28,7 +28,14 @@ from oarlock.conformance.tiny_models import MODELS, VOCAB, TinyModel
 from oarlock.plugins import hook_calls, installed
 
 LEVEL = 5
-NEEDS = {"fastapi": "fastapi", "uvicorn": "uvicorn", "pydantic": "pydantic", "msgspec": "msgspec", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+NEEDS = {
+    "fastapi": "fastapi",
+    "uvicorn": "uvicorn",
+    "pydantic": "pydantic",
+    "msgspec": "msgspec",
+    "zmq": "pyzmq",
+    "prometheus_client": "prometheus-client",
+}
 REQUESTS, THREADS, ALONE = 200, 16, 16
 CONTEXT, SEQS = 256, 8
 FREE_S = 2.0  # a client that hung up frees its blocks within this
@@ -44,6 +51,7 @@ class Harbour:
         self._server: Server | None = None
         self.why_not = ""  # the server did not start
         self.first: dict[str, list[int]] = {}  # what the first start answered
+        self.kept: dict[str, int] = {}  # what the graph runner had kept before the restart
         self.dtype = ""
 
     @property
@@ -93,7 +101,9 @@ class Harbour:
             count = len(choice.token_ids)
             if count > body["max_tokens"] or (choice.ends == ["length"] and count != body["max_tokens"]):
                 raise CheckFailed(f"{count} tokens and finish reason {choice.ends[0]} for {body}")
-            if "logprobs" in body and (len(choice.logprobs) != count or any(v is None or not math.isfinite(v) or v > 0 for v in choice.logprobs)):
+            if "logprobs" in body and (
+                len(choice.logprobs) != count or any(v is None or not math.isfinite(v) or v > 0 for v in choice.logprobs)
+            ):
                 raise CheckFailed(f"log-probabilities {choice.logprobs} of {count} tokens for {body}")
             if any(text in choice.text for text in body.get("stop", ())):
                 raise CheckFailed(f"the text {choice.text!r} holds a stop string, for {body}")
@@ -104,7 +114,9 @@ class Harbour:
         rows = self.model.logprobs(tuple(prompt + tokens[:-1]))[len(prompt) - 1 :]
         for n, (row, token) in enumerate(zip(rows, tokens, strict=False)):
             if int(row.argmax()) != token and float(row.max() - row[token]) > NEAR_TIE:
-                raise CheckFailed(f"token {n} after {prompt} is {token}; the reference's best is {int(row.argmax())}, {float(row.max() - row[token]):.3g} above it")
+                raise CheckFailed(
+                    f"token {n} after {prompt} is {token}; the reference's best is {int(row.argmax())}, {float(row.max() - row[token]):.3g} above it"
+                )
 
 
 def dtype_of(subject: Subject) -> str:
@@ -129,7 +141,14 @@ def _sizes(subject: Subject) -> tuple[int, int]:
 
 def _flags(subject: Subject, dtype: str) -> list[str]:
     size, blocks = _sizes(subject)
-    flags = {"device": subject.spec.name, "dtype": dtype, "block-size": size, "num-blocks-override": blocks, "max-num-seqs": SEQS, "max-num-batched-tokens": 128}
+    flags = {
+        "device": subject.spec.name,
+        "dtype": dtype,
+        "block-size": size,
+        "num-blocks-override": blocks,
+        "max-num-seqs": SEQS,
+        "max-num-batched-tokens": 128,
+    }
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 
@@ -156,7 +175,9 @@ def _bodies(count: int, seed: int = 5) -> list[Body]:
     for number in range(count):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.choice((1, draw.randint(2, 20), draw.randint(20, 60))))]
         lengths = draw.choice(((1, 4), (4, 12), (12, 24))) if number % 20 else (50, 60)
-        found.append({"prompt": prompt, "max_tokens": draw.randint(*lengths), "stream": bool(draw.getrandbits(1)), **kinds[number % len(kinds)]()})
+        found.append(
+            {"prompt": prompt, "max_tokens": draw.randint(*lengths), "stream": bool(draw.getrandbits(1)), **kinds[number % len(kinds)]()}
+        )
     return found
 
 
@@ -196,7 +217,9 @@ def mixed(harbour: Harbour, subject: Subject) -> None:
         if harbour.dtype != "float32" and not alone.choices[0].token_ids:
             raise CheckFailed(f"no token for {body}")
         if len(alone.choices[0].token_ids) != len(answer.choices[0].token_ids):
-            raise CheckFailed(f"alone {len(alone.choices[0].token_ids)} tokens, in the batch {len(answer.choices[0].token_ids)}, for {body}")
+            raise CheckFailed(
+                f"alone {len(alone.choices[0].token_ids)} tokens, in the batch {len(answer.choices[0].token_ids)}, for {body}"
+            )
 
 
 def out_of_blocks(harbour: Harbour, subject: Subject) -> None:
@@ -205,13 +228,16 @@ def out_of_blocks(harbour: Harbour, subject: Subject) -> None:
     before = server.metrics()["vllm:num_preemptions_total"]
     draw = random.Random(9)
     bodies: list[Body] = [
-        {"prompt": [draw.randrange(VOCAB) for _ in range(60)], "max_tokens": 170, "temperature": 0, "stream": bool(n % 2)} for n in range(SEQS)
+        {"prompt": [draw.randrange(VOCAB) for _ in range(60)], "max_tokens": 170, "temperature": 0, "stream": bool(n % 2)}
+        for n in range(SEQS)
     ]
     for body, answer in zip(bodies, _all(server, bodies), strict=True):
         harbour.check(body, answer)
     after = server.metrics()["vllm:num_preemptions_total"]
     if after <= before:
-        raise CheckFailed(f"{SEQS} requests of 230 tokens fit into {_sizes(subject)[1] - 1} blocks of {_sizes(subject)[0]} with no preemption")
+        raise CheckFailed(
+            f"{SEQS} requests of 230 tokens fit into {_sizes(subject)[1] - 1} blocks of {_sizes(subject)[0]} with no preemption"
+        )
 
 
 def cancels(harbour: Harbour, subject: Subject) -> None:
@@ -239,7 +265,9 @@ def over_long(harbour: Harbour, subject: Subject) -> None:
             answer = server.complete(prompt=prompt, max_tokens=CONTEXT, stream=stream)
             error = (answer.body or {}).get("error", {})
             if answer.status != 400 or error.get("code") != "context_length_exceeded":
-                raise CheckFailed(f"a request beyond the context of {CONTEXT} got {answer.status} {answer.body}; 400 context_length_exceeded is due")
+                raise CheckFailed(
+                    f"a request beyond the context of {CONTEXT} got {answer.status} {answer.body}; 400 context_length_exceeded is due"
+                )
     starts(harbour, subject)
 
 
@@ -247,7 +275,7 @@ def restart(harbour: Harbour, subject: Subject) -> None:
     """It ends when told to, with status 0, and after another start answers with the same tokens."""
     server = harbour.server(subject)
     starts(harbour, subject)
-    known = dict(harbour.first)
+    known, harbour.kept = dict(harbour.first), _programs(subject)
     code = server.end()
     if code:
         raise CheckFailed(f"oarlock serve ended with {code} on SIGTERM: {server.last_words()}")
@@ -255,6 +283,24 @@ def restart(harbour: Harbour, subject: Subject) -> None:
     starts(harbour, subject)
     if harbour.first != known:
         raise CheckFailed(f"after a restart the tokens are {harbour.first}, before they were {known}")
+
+
+def warm_cache(harbour: Harbour, subject: Subject) -> None:
+    """The restart found every program that the first start had compiled: none was written anew."""
+    harbour.server(subject)
+    if not harbour.kept:
+        raise CheckFailed(f"after a start, {subject.graph.kept_in()} holds no program, or there was no restart")
+    anew = [name for name, written in _programs(subject).items() if harbour.kept.get(name) != written]
+    if anew:
+        raise CheckFailed(
+            f"{len(anew)} files of {len(harbour.kept)} in {subject.graph.kept_in()} were written anew by the second start: {', '.join(anew[:3])}"
+        )
+
+
+def _programs(subject: Subject) -> dict[str, int]:
+    """Files that the graph runner keeps -> when they were written, in ns."""
+    folder = subject.graph.kept_in()
+    return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in Path(folder).rglob("*") if p.is_file()} if folder else {}
 
 
 def no_leak(harbour: Harbour, subject: Subject) -> None:
@@ -282,7 +328,10 @@ def cold_hooks(harbour: Harbour, subject: Subject) -> None:
     try:
         prompts = [{"prompt_token_ids": [n, n + 1, n + 2]} for n in range(6)]
         before = hook_calls()
-        for params in (SamplingParams(temperature=0, max_tokens=8), SamplingParams(temperature=0.8, seed=1, max_tokens=8, n=2, logprobs=2, frequency_penalty=0.3)):
+        for params in (
+            SamplingParams(temperature=0, max_tokens=8),
+            SamplingParams(temperature=0.8, seed=1, max_tokens=8, n=2, logprobs=2, frequency_penalty=0.3),
+        ):
             made.generate(prompts, params, use_tqdm=False)
         called = hook_calls() - before
     finally:
@@ -309,21 +358,23 @@ def _servable(subject: Subject) -> Support:
 def _has_pressure(subject: Subject) -> Support:
     size = _sizes(subject)[0]
     if 2 * size > CONTEXT // 2:
-        return Support(False, (f"the smallest block size declared is {size}: a context of {CONTEXT} tokens is too few blocks to run out of",))
+        return Support(
+            False, (f"the smallest block size declared is {size}: a context of {CONTEXT} tokens is too few blocks to run out of",)
+        )
     return _servable(subject)
 
 
-def _has_compile_cache(subject: Subject) -> Support:
-    if subject.device.capabilities.execution != "compiled":
-        return Support(False, ("the device compiles no programs ahead",))
-    return Support(False, ("the device's graph runner does not report which programs came from a cache",))
+def _keeps_programs(subject: Subject) -> Support:
+    if not subject.graph.kept_in():
+        return Support(False, ("the device's graph runner keeps no programs for a later start",))
+    return _servable(subject)
 
 
 def cases() -> Iterator[Case]:
     """One server for all but the last, which needs none."""
     table: tuple[tuple[Callable[[Harbour, Subject], None], Callable[[Subject], Support]], ...] = (
         (starts, _servable), (mixed, _servable), (out_of_blocks, _has_pressure), (cancels, _servable), (over_long, _servable),
-        (restart, _servable), (no_leak, _servable), (cold_hooks, _installed),
+        (restart, _servable), (warm_cache, _keeps_programs), (no_leak, _servable), (cold_hooks, _installed),
     )  # fmt: skip
     for check, supports in table:
         yield Case(f"serve[{check.__name__}]", LEVEL, partial(_run, check), supports=supports)

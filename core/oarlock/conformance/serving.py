@@ -146,7 +146,9 @@ class Server:
             if answer.status != 200:
                 return answer
             if payloads.count("[DONE]") != 1 or payloads[-1] != "[DONE]":
-                raise CheckFailed(f"a stream must end with one [DONE]; it had {payloads.count('[DONE]')}, its last event was {payloads[-1:]}")
+                raise CheckFailed(
+                    f"a stream must end with one [DONE]; it had {payloads.count('[DONE]')}, its last event was {payloads[-1:]}"
+                )
             for payload in payloads[:-1]:
                 event = json.loads(payload)
                 if "choices" not in event:
@@ -164,7 +166,9 @@ class Server:
         """The payloads of a stream as they come; closing the iterator hangs up. `answer.status` is set before the first."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
         try:
-            connection.request("POST", "/v1/completions", json.dumps({"model": NAME, **body, "stream": True}), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", json.dumps({"model": NAME, **body, "stream": True}), {"Content-Type": "application/json"}
+            )
             response = connection.getresponse()
             answer.status = response.status
             if response.status != 200:
@@ -198,5 +202,7 @@ class Server:
             if not held:
                 return
             if time.monotonic() > deadline:
-                raise CheckFailed(f"{within_s:.0f} s after the last request was over, {', '.join(f'{n} is {v:.0f}' for n, v in held.items())}")
+                raise CheckFailed(
+                    f"{within_s:.0f} s after the last request was over, {', '.join(f'{n} is {v:.0f}' for n, v in held.items())}"
+                )
             time.sleep(0.02)

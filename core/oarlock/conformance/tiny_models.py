@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from oarlock.backend_api import Capabilities
 from oarlock.backend_api.runtime import Device, IdentityCommunicator, bind_ops
 from oarlock.config.sections import ModelConfig
+from oarlock.conformance.quantised_models import quantise
 from oarlock.model_summary import ModelSummary, load_summary
 from oarlock.runtime.layers.decoder import StepContext
 from oarlock.runtime.layers.rope import rope_table
@@ -42,6 +43,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # In half precision a router's near-tie falls either way, and the logits with it: there every token goes to every expert.
 MODELS["moe-all"] = {**MODELS["moe"], "num_experts_per_tok": MODELS["moe"]["num_experts"]}
+# name -> kind of `quantised_models`: weights alone, so that the oracle is the model of what the codes mean.
+QUANTISED = {"quantized-gptq": "gptq-4-order", "quantized-fp8": "fp8"}
 
 
 class _Host(Device):
@@ -63,21 +66,29 @@ class TinyModel:
     """One model on disk and its oracle."""
 
     def __init__(self, name: str, folder: Path, config: dict[str, Any] | None = None) -> None:
-        self.name, self.folder, config = name, folder, config or MODELS[name]
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        self.summary: ModelSummary = load_summary(ModelConfig(model=str(folder), generation_config="none"))
+        """`name` is one of MODELS or QUANTISED; `config` replaces its config.json."""
+        self.name, self.folder, config = name, folder, config or MODELS.get(name, MODELS["dense"])
+        kind = QUANTISED.get(name)
+        plain = folder / "plain" if kind else folder
+        self.summary = _write_config(plain, config)
         ops = bind_ops([], "float32")
         self.model, specs = build_model(
             self.summary, ops, IdentityCommunicator(0, 1), lambda params, _: ReferenceAttention(16, torch.float64, params), 16, torch.float64
         )
-        save_file(_draw(specs), str(folder / "model.safetensors"))
-        checkpoint = open_checkpoint(self.summary, ModelConfig(model=str(folder)))
+        tensors = _draw(specs)
+        if kind:
+            made = quantise(kind, tensors)
+            tensors, stored = made.plain, made.tensors
+        save_file(tensors, str(plain / "model.safetensors"))
+        checkpoint = open_checkpoint(self.summary, ModelConfig(model=str(plain)))
         self.weights = WeightLoader(checkpoint, _Host(), torch.float64, 0, 1, {}).load(specs)
         checkpoint.close()
         self.weights.setdefault("lm_head", {"weight": self.weights["embed"]["weight"]})
         self.weights["rope"] = {key: rope_table(spec, config["max_position_embeddings"]) for key, spec in self.model.spec.rope.items()}
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
+        if kind:
+            self.summary = _write_config(folder, {**config, "quantization_config": made.settings})
+            save_file(stored, str(folder / "model.safetensors"))
 
     @torch.no_grad()
     def logprobs(self, tokens: tuple[int, ...]) -> torch.Tensor:
@@ -96,6 +107,12 @@ class TinyModel:
             hidden, _ = model.forward(self.weights, torch.tensor(tokens), cache, step)
             self._known[tokens] = model.head(self.weights, hidden).double().log_softmax(-1)
         return self._known[tokens]
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> ModelSummary:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return load_summary(ModelConfig(model=str(folder), generation_config="none"))
 
 
 def _draw(specs: list[Any]) -> dict[str, torch.Tensor]:

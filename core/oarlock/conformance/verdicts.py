@@ -59,8 +59,12 @@ def _judge(results: Sequence[Result], shared: set[str], family: str, dtype: str,
                 return Verdict(family, dtype, reached, f"{name} contradicts {tier}: {len(bad)} of {len(here)} cases, the first {bad[0].id}")
             if not any(r.status == "pass" for r in here):
                 return Verdict(family, dtype, reached)
-        if tier == "RUNS" and not any(r.level == 4 and r.status == "pass" and r.id == f"runner[{dtype},{_model_of(r)},whole]" for r in _of(results, family, dtype)):
-            return Verdict(family, dtype, "", "level 4 runner contradicts RUNS: no model gave the right log-probabilities for a whole prompt")
+        if tier == "RUNS" and not any(
+            r.level == 4 and r.status == "pass" and r.id == f"runner[{dtype},{_model_of(r)},whole]" for r in _of(results, family, dtype)
+        ):
+            return Verdict(
+                family, dtype, "", "level 4 runner contradicts RUNS: no model gave the right log-probabilities for a whole prompt"
+            )
         if tier == "SERVES" and (family, dtype) != (SERVED_FAMILY, served_dtype):
             return Verdict(family, dtype, reached)  # another model was served
         reached = tier
