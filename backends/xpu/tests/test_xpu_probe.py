@@ -9,9 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from oarlock.backend_api import ProbeResult
-from oarlock.errors import BackendUnavailable
-from oarlock.plugins import discover, select_device
 
 from oarlock_xpu import host, plugin
 
@@ -128,20 +125,3 @@ def test_more_ranks_than_cards_are_refused(machine):
     assert problems(1) == []
     (problem,) = problems(2)
     assert problem.severity == "error" and "Intel GPUs here: 1" in problem.text
-
-
-# ---------------------------------------------------------------- beside other packages
-def test_auto_takes_the_card_before_the_processor_and_the_processor_where_there_is_none(machine, good_torch):
-    assert select_device("auto", discover(hints=())).spec.name == "cpu"
-    machine()
-    found = discover(hints=())
-    assert {"cpu", "xpu"} <= {row.device for row in found.rows()}
-    assert select_device("auto", found).spec.name == "xpu" and select_device("intel", found).spec.name == "xpu"
-    assert select_device("cpu", found).spec.name == "cpu"
-
-
-def test_auto_never_falls_back_to_the_processor_when_a_card_was_seen(machine):
-    machine()
-    with pytest.raises(BackendUnavailable, match="no XPU support.*--device cpu$"):
-        select_device("auto", discover(hints=()))
-    assert isinstance(plugin.probe(), ProbeResult)

@@ -1,6 +1,6 @@
 """A stand-in for torch.xpu on host tensors: counts memory, records and replays command graphs, refuses what cannot be recorded.
 
-Owns: `StubXpu`, with the calls it was given.
+Owns: `StubXpu`, with the calls it was given; a machine with cards in a folder; putting both in place of the real ones.
 Never: pretends to be hardware to anything but these tests.
 """
 
@@ -9,14 +9,56 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oarlock_xpu import host, vendor
+from oarlock_xpu.device import XpuDevice
+
 MIB = 1 << 20
+
+
+class Machine:
+    """An otherwise empty machine whose root is a folder; calling it adds a PCI function and returns its folder."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._root, self._numbers = root, count(128)
+        monkeypatch.setattr(host, "ROOT", root)
+
+    def __call__(self, device_id: str = "0x56a0", vendor_id: str = "0x8086", kind: str = "0x030000", driver: str = "xe", node: bool = True) -> Path:
+        number = next(self._numbers)
+        folder = self._root / f"sys/bus/pci/devices/0000:{number - 125:02x}:00.0"
+        folder.mkdir(parents=True)
+        for name, text in (("vendor", vendor_id), ("device", device_id), ("class", kind)):
+            (folder / name).write_text(f"{text}\n")
+        if driver:
+            (self._root / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+            (folder / "driver").symlink_to(self._root / "drivers" / driver)
+            (folder / f"drm/renderD{number}").mkdir(parents=True)
+        if node:
+            (self._root / "dev/dri").mkdir(parents=True, exist_ok=True)
+            (self._root / f"dev/dri/renderD{number}").touch()
+        return folder
+
+
+def put_in_place(root: Path, monkeypatch: pytest.MonkeyPatch) -> StubXpu:
+    """A machine with one card, and the device over host tensors: copies count as the card's memory."""
+    made = StubXpu()
+    Machine(root, monkeypatch)()
+    monkeypatch.setattr(host, "torch_problem", lambda: "")
+    monkeypatch.setattr(vendor, "TYPE", "cpu")
+    monkeypatch.setattr(vendor, "is_built", lambda: True)
+    monkeypatch.setattr(vendor, "module", lambda: made)
+    monkeypatch.setattr(XpuDevice, "to_device", lambda self, tensor: made.upload(tensor))
+    monkeypatch.setattr(XpuDevice, "to_host", lambda self, tensor: tensor.clone())
+    return made
 
 
 class StubXpu:
