@@ -105,3 +105,20 @@ def test_a_simulated_device_is_taken_only_by_name(machine, monkeypatch):
     found = discover(hints=())
     assert select_device("auto", found).spec.name == "cpu"
     assert "simulated on the host" in select_device("neuron", found).probe.reason
+
+
+@pytest.mark.parametrize("device", ["xpu", "neuron"])
+def test_what_core_knows_as_hardware_is_never_nothing_to_the_probe(machine, monkeypatch, device):
+    """Else `auto` would pass over it to the processor, for a probe's no_hardware outweighs core's hint."""
+    import tomllib
+
+    import oarlock
+
+    hints = tomllib.loads((Path(oarlock.__file__).parent / "hints.toml").read_text(encoding="utf-8"))["devices"][device]["pci"]
+    probe = next(row.spec.probe for row in discover(hints=()).rows() if row.device == device)
+    assert probe().status == "no_hardware"
+    for match in hints:
+        for prefix in match["devices"]:
+            folder = machine(prefix.ljust(6, "0"), vendor_id=match["vendor"], kind=f"{match.get('class', '0x08')}8000")
+            assert probe().status in ("available", "driver_problem", "unsupported"), prefix
+            (folder / "vendor").write_text("0x0000")

@@ -45,7 +45,8 @@ def probe() -> ProbeResult:
     if not nodes and not chips:
         problem = host.package_problem()
         also = f"; {problem}" if "placeholder" in problem else ""
-        return ProbeResult("no_hardware", f"no Neuron device: there is no /dev/neuron0 and no such chip on the PCI bus{also}")
+        text = f"no Neuron device: there is no /dev/neuron0 and no such chip on the PCI bus{also}"
+        return ProbeResult("no_hardware", text, "run on a Trn2 or Trn3 instance")
     if chips and not any(served for *_, served in chips):
         return ProbeResult("unsupported", f"{chips[0][1]} at PCI {chips[0][0]} is older than what TorchNeuron serves", "use Trainium2 or newer")
     if not nodes:

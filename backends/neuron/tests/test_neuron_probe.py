@@ -35,7 +35,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_an_empty_machine_has_no_hardware(machine, packages):
     result = plugin.probe()
-    assert result.status == "no_hardware" and "/dev/neuron0" in result.reason and "placeholder" not in result.reason
+    assert result.status == "no_hardware" and "/dev/neuron0" in result.reason and "placeholder" not in result.reason and "Trn2" in result.remedy
 
 
 def test_a_placeholder_is_named_even_where_there_is_no_hardware(machine, packages):

@@ -26,7 +26,7 @@ def probe() -> ProbeResult:
         old = host.cards(include_too_old=True)
         if old:
             return ProbeResult("unsupported", f"{old[0].name} at PCI {old[0].address} is older than what torch.xpu serves", "use another device")
-        return ProbeResult("no_hardware", "no Intel GPU with memory of its own is on the PCI bus")
+        return ProbeResult("no_hardware", "no Intel GPU with memory of its own is on the PCI bus", "run on a machine with an Arc, Flex or Max card")
     what = f"{found[0].name} at PCI {found[0].address}"
     bound = [card for card in found if card.driver]
     if not bound:

@@ -19,7 +19,8 @@ def good_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_empty_machine_has_no_hardware(machine):
-    assert plugin.probe().status == "no_hardware"
+    result = plugin.probe()
+    assert result.status == "no_hardware" and "Arc" in result.remedy
 
 
 @pytest.mark.parametrize(
