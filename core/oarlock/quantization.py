@@ -27,20 +27,20 @@ _REMEDY = "take an unquantised checkpoint or a .gguf file of the model, or insta
 
 def name_of(settings: dict[str, Any]) -> str:
     """What a checkpoint's settings call its method, or what they look like; for methods to recognise theirs, and for messages."""
-    layout = settings.get("checkpoint_format")
+    layout = settings.get("checkpoint_format") or settings.get("format")
     if layout in ("marlin", "marlin_24") or settings.get("is_marlin_format"):
         return "gptq_marlin_24" if layout == "marlin_24" else "marlin"  # weights in a kernel's own order
     given = settings.get("quant_method") or settings.get("quantization")
     if isinstance(given, str):
         return given.lower()
-    if "config_groups" in settings or "format" in settings:
-        return "compressed-tensors"
     if "w_bit" in settings or ("zero_point" in settings and "version" in settings):
         return "awq"
     if "wbits" in settings:
         return "squeezellm"
     if "bits" in settings and ("desc_act" in settings or "sym" in settings):
         return "gptq"
+    if "config_groups" in settings or "format" in settings:
+        return "compressed-tensors"
     return f"{settings.get('bits', 'unknown')} bits a weight"
 
 

@@ -27,6 +27,8 @@ def chosen(settings: dict[str, Any] | None, flag: str | None = None, offered: An
         (GPTQ, "gptq"),
         ({"bits": 4, "group_size": 128, "desc_act": True}, "gptq"),  # quantize_config.json of older tools
         ({**GPTQ, "checkpoint_format": "gptq_v2"}, "gptq"),
+        ({"bits": 4, "group_size": 128, "sym": True, "format": "gptq"}, "gptq"),
+        ({"bits": 4, "group_size": 128, "sym": True, "format": "marlin"}, "marlin"),
         ({"quant_method": "GPTQ", "bits": 8}, "gptq"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "marlin"),
         ({**GPTQ, "is_marlin_format": True}, "marlin"),

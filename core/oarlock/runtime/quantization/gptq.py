@@ -92,7 +92,7 @@ class Gptq(Quantization):
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
         self._formats: dict[tuple[Any, ...], GptqFormat] = {}
-        layout = settings.get("checkpoint_format", "gptq")
+        layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
         if layout not in ("gptq", "gptq_v2"):
             raise ValueError(f"checkpoint_format {layout!r} is not read; gptq and gptq_v2 are")
         self._zero_offset = 1 if layout == "gptq" else 0

@@ -126,7 +126,9 @@ def _dynamic_scale(x: torch.Tensor, largest: float) -> torch.Tensor:
 def linear_w8a8(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Activations rounded to int8, -128 .. 127, half to even; sums of products in float32 or better, rounded once.
 
-    Dynamic: the scale of a token is max |x| / 127. Shapes as `linear_int4`.
+    Dynamic: the scale of a token is max |x| / 127, as int8 kernels have it. Shapes as `linear_int4`.
+
+    Differs: compressed-tensors' own simulation divides by 127.5, which puts every token's largest number on a tie between two codes.
     """
     given = wide(x)
     scale = weight["input_scale"].to(given.dtype) if "input_scale" in weight else _dynamic_scale(given, 127.0)
