@@ -84,7 +84,7 @@ def compile_program(fn: Callable[..., Any], example: tuple[Any, ...]) -> tuple[C
     compiled = torch.compile(fn, backend="neuron", dynamic=False, fullgraph=True)
     with CacheArtifactManager.with_fresh_cache():
         compiled(*example)
-        synchronise(example[0].device.index or 0)  # compilation is asynchronous
+        synchronise(next((value.device.index for value in example if isinstance(value, torch.Tensor)), None) or 0)  # compilation is asynchronous
         saved = torch.compiler.save_cache_artifacts()
     if saved is None or ARTIFACT not in saved[1].artifacts:
         raise RuntimeError("torch.compile(backend='neuron') left no compiled program; TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION=1 shows why")
