@@ -83,6 +83,8 @@ def test_states(run, expected, status, is_bad):
     assert (result.status, result.is_bad) == (status, is_bad)
     if status == "error":
         assert "no such kernel" in result.detail and "raising" in result.trace
+    if status == "timeout":
+        assert "hanging" in result.trace and "ring" not in result.trace, "where it hung, not the alarm"
     if status == "fail":
         assert result.measure == Measure(1.0, 1e-6, 2.0)
 

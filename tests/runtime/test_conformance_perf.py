@@ -53,6 +53,7 @@ def test_a_share_is_the_larger_of_arithmetic_and_bandwidth():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        (["--timeout", "0"], "seconds above 0"),
         (["--perf", "--format", "junit"], "table or json"),
         (["--perf", "--level", "2"], "--level would have no effect"),
         (["--baseline", "x.json"], "give --perf with it"),

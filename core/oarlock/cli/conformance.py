@@ -28,6 +28,8 @@ NOT_AVAILABLE, CONTRACT = 2, 3
 def main(argv: Sequence[str]) -> int:
     """Run the kit and print its report."""
     arguments = _parser().parse_args(argv)
+    if not arguments.timeout > 0:
+        raise ConfigError(f"--timeout {arguments.timeout:g}: seconds above 0 are needed", option="--timeout")
     try:
         selection = select_device(arguments.device)
     except (BackendNotFound, BackendUnavailable) as error:

@@ -133,8 +133,9 @@ def run_case(case: Case, subject: Any, expected: str | None, limit_s: float = CA
                 measure = case.run(subject)
             else:
                 status, detail = "unsupported", "; ".join(support.reasons)
-    except OutOfTime:
-        status, detail, trace = "timeout", f"not done after {limit_s:g} s", traceback.format_exc()
+    except OutOfTime as error:
+        where = traceback.extract_tb(error.__traceback__)[:-1]  # without the alarm's own frame
+        status, detail, trace = "timeout", f"not done after {limit_s:g} s", "".join(traceback.format_list(where)) + "OutOfTime"
     except CheckFailed as failure:
         status, detail, measure = "fail", str(failure), failure.measure
     except Exception as error:  # noqa: BLE001  a stranger's code: whatever it raises is this case's result
