@@ -88,6 +88,8 @@ def choose_method(model: ModelConfig, summary: ModelSummary, offered: Sequence[t
             return None
         what = "a GGUF file, which says itself how it is quantised" if summary.is_gguf else "not quantised: its config.json has no quantization_config"
         raise ConfigError(f"--quantization {asked}: {summary.path} is {what}; leave the flag out", "quantization")
+    if not isinstance(settings, dict):
+        raise ModelError(f"{summary.path}: quantization_config is {settings!r:.80}; an object of settings is needed")
     fit = [(owner, method) for owner, method in offered if method.recognises(settings)]
     if asked is not None:
         named = [(owner, method) for owner, method in fit if asked in (method.name, *method.aliases)]

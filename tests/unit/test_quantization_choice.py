@@ -68,6 +68,7 @@ def test_gptq_marlin_is_a_kernel_for_gptq_checkpoints(caplog: pytest.LogCaptureF
         ({"quant_method": "awq", "bits": 4}, None, ModelError, ["m is quantised (awq)", "does not read", ".gguf"]),
         ({"quant_method": "awq", "bits": 4}, "gptq", ModelError, ["--quantization gptq", "quantised (awq)"]),
         ({**GPTQ, "is_marlin_format": True}, None, ModelError, ["quantised (marlin)"]),
+        (["gptq"], None, ModelError, ["m: quantization_config is ['gptq']"]),
     ],
 )
 def test_what_cannot_be_read_is_said_in_one_line(settings: Any, flag: str | None, error: type[OarlockError], words: list[str]) -> None:
