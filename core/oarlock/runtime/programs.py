@@ -216,7 +216,8 @@ class ModelPrograms:
         """Blocks to be read by the host: one entry for each layer tensor, joined or not."""
         ids = self._in_every_layer(i["ids"], state["kv"])
         found = [[t.index_select(0, ids).split(key.copies) for t in cache] for cache in state["kv"]]
-        return {}, {"blocks": [list(blocks) for cache in found for blocks in zip(*cache, strict=True)]}
+        # Tuples, as scatter_blocks is given them while serving: to a compiler a list is another argument, and warm-up hands these on.
+        return {}, {"blocks": [blocks for cache in found for blocks in zip(*cache, strict=True)]}
 
     def scatter_blocks(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
         """Blocks that came from the host, as `gather_blocks` gave them."""
