@@ -7,7 +7,6 @@ Never: imports a reader or torch; opens a file.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from oarlock.errors import ConfigError, ModelError, PluginError
 from oarlock.model_summary import ModelSummary
 from oarlock.plugins import collect_named
 
-log = logging.getLogger("oarlock.quantization")
 # Names that users bring along; those that no method here answers to are refused.
 KNOWN = ("aqlm", "awq", "bitsandbytes", "compressed-tensors", "deepspeedfp", "fp8", "gptq", "gptq_marlin", "gptq_marlin_24", "marlin", "squeezellm")
 _REMEDY = "take an unquantised checkpoint or a .gguf file of the model, or install a plugin that reads it"
@@ -104,10 +102,14 @@ def choose_method(model: ModelConfig, summary: ModelSummary, offered: Sequence[t
     fit.sort(key=lambda entry: -entry[1].priority)
     if len(fit) > 1 and fit[0][1].priority == fit[1][1].priority:
         raise PluginError(f"{summary.path} is recognised by {fit[0][1].name} of {fit[0][0]} and {fit[1][1].name} of {fit[1][0]}; uninstall one")
-    method = fit[0][1]
-    if asked not in (None, method.name):
-        log.warning("--quantization %s: read as %s; which kernel computes with it is the device's choice (oarlock doctor)", asked, method.name)
-    return method
+    return fit[0][1]
+
+
+def alias_note(model: ModelConfig, method: QuantizationMethod | None) -> str:
+    """What to tell a user who named a kernel and gets a method; "" else."""
+    if method is None or model.quantization in (None, method.name):
+        return ""
+    return f"--quantization {model.quantization}: read as {method.name}; which kernel computes with it is the device's choice (oarlock doctor)"
 
 
 def _check_name(asked: str, offered: Sequence[tuple[str, QuantizationMethod]]) -> None:

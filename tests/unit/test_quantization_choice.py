@@ -9,7 +9,7 @@ from oarlock.backend_api import QuantizationMethod
 from oarlock.config.sections import ModelConfig
 from oarlock.errors import ConfigError, ModelError, OarlockError, PluginError
 from oarlock.model_summary import ModelSummary
-from oarlock.quantization import OWN, choose_method, name_of
+from oarlock.quantization import OWN, alias_note, choose_method, name_of
 
 CORE = [("oarlock itself", method) for method in OWN]
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -53,9 +53,11 @@ def test_the_checkpoint_says_which_method_reads_it() -> None:
     assert chosen(GPTQ, "gptq") == "gptq"
 
 
-def test_gptq_marlin_is_a_kernel_for_gptq_checkpoints(caplog: pytest.LogCaptureFixture) -> None:
+def test_gptq_marlin_is_a_kernel_for_gptq_checkpoints() -> None:
     assert chosen(GPTQ, "gptq_marlin") == "gptq"
-    assert "--quantization gptq_marlin: read as gptq" in caplog.text
+    gptq = OWN[0]
+    assert alias_note(ModelConfig("m", quantization="gptq_marlin"), gptq).startswith("--quantization gptq_marlin: read as gptq")
+    assert not alias_note(ModelConfig("m", quantization="gptq"), gptq) and not alias_note(ModelConfig("m"), gptq)
 
 
 @pytest.mark.parametrize(

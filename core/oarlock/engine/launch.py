@@ -22,7 +22,7 @@ from oarlock.executor import make_executor
 from oarlock.kv_scales import read_scales
 from oarlock.model_summary import ModelSummary, load_summary
 from oarlock.plugins import Catalogue, apply_environment, installed, select_device, worker_plugins
-from oarlock.quantization import choose_method, methods
+from oarlock.quantization import alias_note, choose_method, methods
 
 if TYPE_CHECKING:
     from oarlock.engine.process_client import ProcessClient
@@ -92,7 +92,9 @@ def prepare(config: EngineConfig, summary: ModelSummary | None = None) -> Launch
     config = changes.adjust(config, selection.spec, manager)
     check_claims(selection.probe.claims, config, selection.spec.name)
     changes.check(config, summary, selection.spec, manager)
-    choose_method(config.model, summary, methods(manager))  # what no reader reads is said before a process starts
+    method = choose_method(config.model, summary, methods(manager))  # what no reader reads is said before a process starts
+    if note := alias_note(config.model, method):
+        log.warning("%s", note)
     if config.cache.kv_scales_path is not None:
         read_scales(config.cache.kv_scales_path, summary.hf_config.get("model_type"), summary.num_layers, config.parallel.tensor_parallel_size)
     return Launch(config, summary, selection)
