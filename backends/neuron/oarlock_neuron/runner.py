@@ -40,30 +40,31 @@ class NeuronRunner(GraphRunner):
     def compile(self, fn: PureProgram, example: tuple[Any, ...], tag: str) -> PureProgram:
         """Raises trace.Unsuitable for a program that cannot be compiled for static shapes."""
         flat = _Flat(fn, example)
-        compiled = self._compile(flat, tag)
+        compiled = self._compile(flat, pytree.tree_leaves(example), tag)
+        compiled.artifact = b""  # it is on disk, or nowhere: megabytes for each program
 
         def run(*args: Any) -> Any:
             leaves, spec = pytree.tree_flatten(args)
             if spec != flat.spec:
-                raise RuntimeError(f"program {tag} was compiled for other arguments than it is called with: {spec} instead of {flat.spec}")
+                raise RuntimeError(f"program {tag} was compiled for other arguments than it is called with: {flat.difference(args)}")
             return flat.results(args[1], compiled(*leaves))
 
         return run
 
-    def _compile(self, flat: _Flat, tag: str) -> Compiled:
-        traced = trace(flat, flat.leaves, flat.aliases, tag)
+    def _compile(self, flat: _Flat, leaves: list[Any], tag: str) -> Compiled:
+        traced = trace(flat, leaves, flat.aliases, tag)
         program = tag.partition("-")[0]
         key = key_of((program, traced.text, str(flat.aliases), self.compiler.version(), self._source))
         artifact = self.cache.read(key)
         if artifact is not None:
             try:
-                found = self.compiler.load(artifact, traced, flat.leaves, aliases=flat.aliases, tag=tag)
+                found = self.compiler.load(artifact, traced, leaves, aliases=flat.aliases, tag=tag)
                 self.loads += 1
                 return found
             except Exception as error:  # noqa: BLE001  whatever is wrong with it, it can be made anew
                 log.warning("the kept program %s cannot be used (%s); it is compiled again", tag, error)
         started = time.monotonic()
-        made = self.compiler.compile(traced, flat.leaves, aliases=flat.aliases, tag=tag)
+        made = self.compiler.compile(traced, leaves, aliases=flat.aliases, tag=tag)
         log.info("compiled %s in %.1f s", tag, time.monotonic() - started)
         self.cache.write(key, made.artifact)
         return made
@@ -76,11 +77,11 @@ class NeuronRunner(GraphRunner):
 
 
 class _Flat:
-    """A pure program over flat tuples: (leaves of all arguments) -> (leaves of written state, then leaves of outputs)."""
+    """A pure program over flat tuples: (leaves of all arguments) -> (leaves of written state, then leaves of outputs). Keeps no tensor."""
 
     def __init__(self, fn: PureProgram, example: tuple[Any, ...]) -> None:
         self._fn = fn
-        self.leaves, self.spec = pytree.tree_flatten(example)
+        self.spec, self._paths = pytree.tree_structure(example), _paths(example)
         before, self.count = len(pytree.tree_leaves(example[0])), len(pytree.tree_leaves(example[1]))
         self.aliases = {before + n: n for n in range(self.count)}
         self._out: Any = None  # how outputs are put together; known once traced
@@ -99,6 +100,16 @@ class _Flat:
             raise ValueError(f"the program returns {len(state)} tensors of state, it was given {self.count}")
         return (*state, *flat)
 
+    def difference(self, args: tuple[Any, ...]) -> str:
+        """Where the tree of `args` is not that of the example."""
+        got = _paths(args)
+        new, gone = [path for path in got if path not in self._paths], [path for path in self._paths if path not in got]
+        return f"{new[:1] or 'nothing'} is new, {gone[:1] or 'nothing'} is missing" if new or gone else "a list stands where a tuple was, or the reverse"
+
     def results(self, written: dict[str, Any], outputs: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(written state, outputs) from the flat outputs. The state is where it was."""
         return {name: written[name] for name in self._written}, pytree.tree_unflatten(list(outputs[self.count :]), self._out)
+
+
+def _paths(tree: Any) -> list[str]:
+    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]

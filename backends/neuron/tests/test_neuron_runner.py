@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -56,8 +58,21 @@ def test_other_shapes_and_other_trees_are_refused(simulated, tmp_path):
     with pytest.raises(RuntimeError, match="program forward-1 was compiled for input"):
         run(*example(rows=3))
     args = example()
-    with pytest.raises(RuntimeError, match="compiled for other arguments"):
+    with pytest.raises(RuntimeError, match=r"compiled for other arguments .*\[4\]\['y'\].* is new, .*\[4\]\['x'\].* is missing"):
         run(*args[:4], {"y": args[4]["x"]})
+    state = {**args[1], "kv": tuple(args[1]["kv"])}
+    with pytest.raises(RuntimeError, match="a list stands where a tuple was"):
+        run(args[0], state, *args[2:])
+
+
+def test_a_program_keeps_none_of_its_example(simulated, tmp_path):
+    args = example()
+    kept = [weakref.ref(tensor) for tensor in (args[3], args[4]["x"])]
+    run = make(tmp_path).compile(program(), args, "forward-1")
+    del args
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
+    assert run(*example())[1]["hidden"].shape == (2, 4)
 
 
 def test_state_that_was_not_given_is_refused(simulated, tmp_path):
