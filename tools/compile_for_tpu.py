@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -79,7 +80,7 @@ def compile_all(model: str, topology: str, chips: int, layers: int | None, seqs:
 def line(p: dict[str, Any]) -> str:
     axes = ",".join(f"{name}={value}" for name, value in p["axes"].items() if value)
     return (
-        f"{p['program']}[{axes}]  {p['seconds']:.1f} s  arguments {p['argument_bytes'] / 2**20:.0f} MiB  donated {p['donated_bytes'] / 2**20:.0f}  "
+        f"{p['program']}[{axes}]  {p['seconds']:.1f} s ({p['cpu_seconds']:.1f} of a processor)  arguments {p['argument_bytes'] / 2**20:.0f} MiB  donated {p['donated_bytes'] / 2**20:.0f}  "
         f"temporary {p['temporary_bytes'] / 2**20:.1f}  code {p['code_bytes'] / 2**20:.1f}  {p['flops'] / 1e9:.1f} GFLOP  "
         f"cache copies {p['cache_copies']}  all-reduces {p['all_reduces']}  kernels {p['kernels']}  64-bit {p['has_wide_numbers']}"
     )
@@ -95,6 +96,8 @@ def main() -> int:
     parser.add_argument("--max-num-batched-tokens", type=int, default=544)
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    logging.getLogger("jax").setLevel(logging.WARNING)
     found = compile_all(a.model, a.topology, a.chips, a.layers, a.max_num_seqs, a.max_num_batched_tokens)
     if a.out:
         a.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ Used by tools and tests to compile every program of a large model for chips that
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import time
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from oarlock_tpu.device import TpuDevice
 from oarlock_tpu.runner import Flat, XlaRunner
 from oarlock_tpu.vendor import jax
 
+log = logging.getLogger("oarlock.tpu")
 # What a program may take of one device of JAX, as the compiler's own refusals state it; a tpu7x chip is two devices.
 MEMORY_GIB = {"v5e": 15.75, "v6e": 31.25, "tpu7x": 94.75}
 
@@ -76,6 +78,7 @@ class Compiled:
     """What the compiler said of one program. Bytes and FLOP are one device's."""
 
     seconds: float  # to trace, lower and compile
+    cpu_seconds: float  # the same in processor time, which other users of the machine do not stretch
     argument_bytes: int
     donated_bytes: int  # of these, reused for results
     temporary_bytes: int
@@ -96,11 +99,13 @@ class AbstractRunner(XlaRunner):
     """Compiles, and answers calls with the shapes of the results."""
 
     def compile(self, fn: PureProgram, example: tuple[Any, ...], tag: str) -> PureProgram:
-        started = time.monotonic()
+        clocks = time.monotonic(), time.process_time()
         flat = Flat(fn, example)
         lowered = self._lowered(flat, example[1], lowering_platforms=("tpu",))
         compiled = lowered.compile()
-        return AbstractProgram(flat, lowered.out_info, _report(compiled, example, self._chips.count, time.monotonic() - started))
+        report = _report(compiled, example, self._chips.count, (time.monotonic() - clocks[0], time.process_time() - clocks[1]))
+        log.info("%s compiled in %.1f s", tag, report.seconds)
+        return AbstractProgram(flat, lowered.out_info, report)
 
 
 class AbstractProgram:
@@ -114,14 +119,14 @@ class AbstractProgram:
         return self._flat.results(state, outputs)
 
 
-def _report(compiled: Any, example: tuple[Any, ...], devices: int, seconds: float) -> Compiled:
+def _report(compiled: Any, example: tuple[Any, ...], devices: int, seconds: tuple[float, float]) -> Compiled:
     memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis() or {}, compiled.as_text()
     caches = {tuple(x.shape) for name in ("kv",) for x in jax.tree.leaves(vendor.to_jax(jax.tree.leaves((example[1].get(name, ()), example[2].get(name, ())))))}
     shapes = {",".join(map(str, (*s[:-1], s[-1] // devices))) for s in caches}
     shapes |= {f"{s[0] * s[1]},{s[2] // devices}" for s in caches}  # the same as rows of slots
     copies = sum(len(re.findall(rf"= \w+\[{re.escape(shape)}\]\S* copy(?:-start)?\(", text)) for shape in shapes)
     return Compiled(
-        seconds, memory.argument_size_in_bytes, memory.alias_size_in_bytes, memory.temp_size_in_bytes, memory.generated_code_size_in_bytes,
+        *seconds, memory.argument_size_in_bytes, memory.alias_size_in_bytes, memory.temp_size_in_bytes, memory.generated_code_size_in_bytes,
         cost.get("flops", 0.0), copies, len(re.findall(r" all-reduce(?:-start)?\(", text)), text.count("tpu_custom_call"),
         bool(re.search(r"\b[sf]64\[", text)),
     )  # fmt: skip

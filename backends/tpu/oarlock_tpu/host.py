@@ -46,7 +46,8 @@ def is_simulated() -> bool:
 def environment() -> tuple[tuple[str, str], ...]:
     """Variables that jax and libtpu read when they are imported."""
     if is_simulated():
-        return (("JAX_PLATFORMS", "cpu"), ("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost"))
+        # libtpu is loaded to compile only, and never holds a chip: the last lets several processes do so.
+        return (("JAX_PLATFORMS", "cpu"), ("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"))
     return (("JAX_PLATFORMS", "tpu,cpu"),)
 
 
