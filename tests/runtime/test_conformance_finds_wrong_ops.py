@@ -12,6 +12,7 @@ from oarlock.backend_api import OpImpl
 from oarlock.backend_api.runtime import registry
 from oarlock.conformance import ops_level
 from oarlock.conformance.cases import Result, run_case
+from oarlock.runtime.quantization import schemes
 from oarlock.runtime.reference import layers, logits, moe, sampling, state
 
 
@@ -137,6 +138,35 @@ def _beside_the_state(tensor, index, value):
     return state.index_update_in_place(tensor, index, value)
 
 
+def _without(op: str, key: str) -> Callable[..., Any]:
+    """The reference, its weights without what `key` holds."""
+    return lambda x, weight, bias=None: getattr(schemes, op)(x, {k: v for k, v in weight.items() if k != key}, bias)
+
+
+def _scales_of_the_first_group(weight):
+    return {**weight, "scales": weight["scales"][..., :1].expand_as(weight["scales"]).contiguous()}
+
+
+def _one_scale(op: str) -> Callable[..., Any]:
+    return lambda x, weight, bias=None: getattr(schemes, op)(x, _scales_of_the_first_group(weight), bias)
+
+
+def _no_bias(op: str) -> Callable[..., Any]:
+    return lambda x, weight, bias=None: getattr(schemes, op)(x, weight, None)
+
+
+def _second_product_in_one_scale(op: str) -> Callable[..., Any]:
+    return lambda x, w13, w2, *routing: getattr(schemes, op)(x, w13, {**w2, "scales": w2["scales"].roll(1, 1)}, *routing)
+
+
+def _codes_unbounded(x, weight, bias=None):
+    """Activations beyond a static scale's range keep codes that int8 does not have; halves are rounded up, not to even."""
+    scale = weight.get("input_scale", x.float().abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127)
+    codes = (x.float() / scale + 0.5).floor()
+    out = (codes @ weight["codes"].float().T) * scale * weight["scales"].float().flatten()
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
 WRONG: list[tuple[str, Callable[..., Any]]] = [
     ("embedding", lambda ids, weight: layers.embedding((ids + 1) % weight.shape[0], weight)),
     ("rms_norm", lambda x, weight, eps: layers.rms_norm(x, weight, 0.0)),
@@ -178,6 +208,13 @@ WRONG: list[tuple[str, Callable[..., Any]]] = [
     ("as_float", lambda bits: bits.float()),
     ("index_update", _one_row_more),
     ("index_update", _beside_the_state),
+    *((op, _no_bias(op)) for op in ("linear_int4", "linear_int8", "linear_fp8", "linear_codebook", "linear_w8a8", "linear_w8a8_fp8")),
+    *((op, _one_scale(op)) for op in ("linear_int4", "linear_int8", "linear_fp8", "linear_w8a8_fp8")),
+    ("linear_int4", _without("linear_int4", "zeros")),
+    ("linear_int4", _without("linear_int4", "groups")),
+    ("linear_w8a8", _without("linear_w8a8", "input_scale")),
+    ("linear_w8a8", _codes_unbounded),
+    *((op, _second_product_in_one_scale(op)) for op in ("moe_experts_int4", "moe_experts_int8", "moe_experts_fp8")),
 ]
 
 
