@@ -100,11 +100,13 @@ class TpuDevice(Device):
             raise RuntimeError(f"{self.describe()} computed 2 * (0 + 1 + 2 + 3) = {got}")
 
     def buckets(self, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> dict[str, tuple[int, ...]]:
-        """Few sizes: each combination is compiled at start."""
+        """Few sizes: each combination is compiled at start. A decode reads all weights, however many rows it has, and padded rows read no
+        cache: one size of them serves up to a few tens.
+        """
         tokens = _ascending(min(size, max_num_batched_tokens) for size in _CHUNK_TOKENS)
         rows = min(_CHUNK_ROWS, max_num_seqs)
         return {
-            "decode_rows": _ascending((min(8, max_num_seqs), max_num_seqs)),
+            "decode_rows": _ascending((min(plugin.FEW_SEQS, max_num_seqs), max_num_seqs)),
             "chunk_rows": (rows,),
             "chunk_tokens": tokens,
             "chunk_lens": (tokens[-1],),

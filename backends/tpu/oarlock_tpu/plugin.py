@@ -133,6 +133,7 @@ def kernels(device: Any) -> list[OpImpl]:
     return [
         OpImpl(op="as_float", name="xla", factory="oarlock_tpu.ops:as_float", priority=10),
         OpImpl(op="decoder_stack", name="scan", factory="oarlock_tpu.stack:scanned", priority=10, prepare="oarlock_tpu.stack:pack"),
+        OpImpl(op="sample", name="sortless", factory="oarlock_tpu.sampling:sample", priority=10),
         OpImpl(op="lm_head", name="xla", factory="oarlock_tpu.ops:lm_head", priority=10),
     ]
 
