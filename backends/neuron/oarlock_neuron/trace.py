@@ -19,13 +19,13 @@ from torch._decomp import core_aten_decompositions
 from torch.fx import Node
 
 FlatFn = Callable[..., tuple[Any, ...]]
-INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+TOO_WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex64, torch.complex128)
 MAX_CONSTANT_BYTES = 1 << 20  # weights are arguments; what a program closes over is compiled into it
 # Operators outside torch's table of the core set and its decompositions: shifts, forms of view and copy, and checks.
 MORE_OPS = frozenset(
     f"aten::{name}"
-    for name in ("_assert_tensor_metadata", "bitwise_left_shift", "bitwise_right_shift", "chunk", "contiguous", "flatten", "matmul", "reshape",
-                 "sort", "to", "view")
+    for name in ("__lshift__", "__rshift__", "_assert_tensor_metadata", "bitwise_left_shift", "bitwise_right_shift", "chunk", "contiguous",
+                 "flatten", "matmul", "reshape", "sort", "to", "view")
 )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ class Traced:
 def check_inputs(example: Sequence[Any], tag: str) -> None:
     """Raises Unsuitable for a dtype that the device would narrow."""
     for at, value in enumerate(example):
-        if isinstance(value, torch.Tensor) and value.dtype not in INPUT_DTYPES:
+        if isinstance(value, torch.Tensor) and value.dtype in TOO_WIDE:
             raise Unsuitable(f"program {tag}: input {at} {list(value.shape)} is {value.dtype}; a Neuron core computes in 32 bits, pass torch.int32 or torch.float32")
 
 
