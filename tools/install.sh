@@ -58,7 +58,7 @@ if [ "$what" = test ]; then
     [ -f "${plugin}pyproject.toml" ] && packages+=(-e "${plugin%/}")
   done
 fi
-echo "installing oarlock"
+if [ "$compiler" = none ] || [ "${OARLOCK_CPU_KERNELS:-}" = 0 ]; then echo "installing oarlock"; else echo "installing oarlock, compiling its CPU kernels: a minute or more"; fi
 [ "$compiler" != none ] || [ "${OARLOCK_CPU_KERNELS:-}" = 0 ] || echo "no C++ compiler: the cpu device computes with plain torch, several times slower; install g++ and run make install again"
 "${pip[@]}" --no-build-isolation "${packages[@]}"
 # What tests need includes all that serving needs.

@@ -302,7 +302,7 @@ class LLM:
         if self._template is None:
             self._template = load_chat_template(None, self.tokenizer, self.summary)
         if self._template is None:
-            raise missing_template(self.summary.path)
+            raise missing_template(self.summary.path, "give one as chat_template, or use generate() with a text")
         return self._template
 
     def _run(self, requests: list[Prepared], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:

@@ -150,7 +150,7 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
         if not isinstance(text, str):
             raise _refuse(name, text, "every entry must be a string", "give a list of strings")
         if not text:
-            raise _refuse(name, strings, "an entry is empty, which would match everywhere", "leave the empty string out")
+            raise _refuse(name, list(strings), "an entry is empty, which would match everywhere", "leave the empty string out")
     return strings
 
 

@@ -164,6 +164,7 @@ def test_a_broken_template_names_the_line() -> None:
         template("ok\n{% if %}")
 
 
-def test_a_model_without_template_has_none_and_the_error_names_the_flag() -> None:
+def test_a_model_without_template_has_none_and_the_error_says_what_to_do() -> None:
     assert load_chat_template(None, SimpleNamespace(chat_template=None), SUMMARY) is None  # type: ignore[arg-type]
-    assert "--chat-template" in str(missing_template("gemma")) and missing_template("gemma").param == "messages"
+    error = missing_template("gemma", "give one")
+    assert str(error) == "gemma has no chat template; give one" and error.param == "messages"

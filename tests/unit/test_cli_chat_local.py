@@ -47,6 +47,15 @@ def test_complete_continues_and_ends_at_a_stop_string(client: ScriptedClient, ca
     assert [a.reason for a in client.aborts] == ["stop"] and not client.open
 
 
+def test_a_chat_without_a_template_names_what_can_be_typed_instead(
+    monkeypatch: pytest.MonkeyPatch, client: ScriptedClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("oarlock.frontend.chat.load_chat_template", lambda *_: None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi"))
+    assert main(["chat", "toy"]) == 1
+    assert "has no chat template; `oarlock complete TEXT --model MODEL`" in capsys.readouterr().err and not client.submitted
+
+
 def test_the_checkpoint_decides_what_was_not_typed(monkeypatch: pytest.MonkeyPatch, client: ScriptedClient) -> None:
     summary = ModelSummary(path="/toy", architecture="Toy", vocab_size=272, generation_config={"temperature": 0.25, "top_k": 7, "max_new_tokens": 1})
     monkeypatch.setattr("oarlock.model_summary.load_summary", lambda config: summary)

@@ -246,6 +246,8 @@ def test_plan_refuses_in_the_words_of_the_worker(folder: Path, monkeypatch: pyte
     answering(monkeypatch, error="UnsupportedArchitecture", message="no such model")
     assert main.main(["plan", str(folder)]) == 1
     assert capsys.readouterr().err == "oarlock plan: error: no such model\n"
+    answering(monkeypatch, error="UnsupportedByBackend", message="--block-size 7: fast takes 16")
+    assert main.main(["plan", str(folder)]) == 2
     answering(monkeypatch, code=-9)
     assert main.main(["plan", str(folder)]) == 1
     assert "signal 9" in capsys.readouterr().err

@@ -241,6 +241,7 @@ def test_values_are_read_with_their_units(name: str, raw: Any, value: Any) -> No
         (["-pp", "2"], ["--pipeline-parallel-size 2", "--tensor-parallel-size"]),
         (["--max-num-seqs", "None"], ["--max-num-seqs None", "whole number"]),
         (["--max-modl-len", "100"], ["unknown option --max-modl-len", "did you mean --max-model-len?"]),
+        (["--max-len", "100"], ["unknown option --max-len", "did you mean --max-model-len or"]),
         (["--zzzzzzzz"], ["unknown option --zzzzzzzz", "--help"]),
         (["a", "b"], ["unexpected argument 'b'", "usage: oarlock serve [MODEL] [options]"]),
     ],
@@ -285,6 +286,8 @@ def test_keywords_are_flags_with_underscores() -> None:
 def test_wrong_keywords_are_type_errors_and_wrong_values_config_errors() -> None:
     with pytest.raises(TypeError, match="unknown option max_modl_len; did you mean max_model_len"):
         from_kwargs("m", max_modl_len=1)
+    with pytest.raises(TypeError, match="unknown option max_len; did you mean max_model_len\\?"):
+        from_kwargs("m", max_len=1)
     with pytest.raises(TypeError, match="port is the server's"):
         from_kwargs("m", port=1)
     with pytest.raises(ConfigError, match="max_num_seqs='many': must be a whole number"):

@@ -149,6 +149,7 @@ def test_a_message_is_checked_as_it_is_over_http(message, param, code):
     with pytest.raises(InvalidParameter) as caught:
         llm.chat([message], **QUIET)
     assert (caught.value.param, caught.value.code) == (param, code)
+    assert ", tool" not in str(caught.value)  # a role that is refused is not offered
     assert client_of(llm).submitted == []
 
 
@@ -343,7 +344,7 @@ def test_chat_renders_the_template_and_adds_no_special_tokens():
 def test_chat_without_template_or_tokenizer_says_so():
     tokenizer = ToyTokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(InvalidParameter, match="no chat template"):
+    with pytest.raises(InvalidParameter, match="no chat template; give one as chat_template"):
         make(tokenizer=tokenizer).chat([{"role": "user", "content": "x"}], **QUIET)
     with pytest.raises(InvalidParameter, match="skip_tokenizer_init"):
         make(tokenizer=None).chat([{"role": "user", "content": "x"}], **QUIET)

@@ -182,9 +182,16 @@ def test_unknown_name_suggests_the_nearest():
         SamplingParams.from_kwargs({"zzzz": None})
 
 
+@pytest.mark.parametrize("stop", ["", [""], ("",)])
+def test_an_empty_stop_string_is_shown_as_a_list(stop):
+    """A client that sent JSON shall not meet a tuple."""
+    with pytest.raises(InvalidParameter, match=r"^stop is \[''\], but an entry is empty"):
+        SamplingParams(stop=stop)
+
+
 def test_long_values_are_cut_in_messages():
     with pytest.raises(InvalidParameter) as caught:
-        SamplingParams(stop=["x" * 10_000, ""])
+        SamplingParams(stop=("x" * 10_000, ""))
     assert len(str(caught.value)) < 400
 
 

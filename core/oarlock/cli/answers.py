@@ -214,7 +214,7 @@ class LocalSource(Source):
         if self._template is None:
             self._template = load_chat_template(None, self._tokenizer, self._summary)
             if self._template is None:
-                raise missing_template(self._summary.path)
+                raise missing_template(self._summary.path, "`oarlock complete TEXT --model MODEL` lets it go on with a text")
         text = self._template.render(messages, add_generation_prompt=True)
         return self._stream(text, fields, add_special_tokens=False)
 
@@ -304,8 +304,10 @@ def make_answer_parser(prog: str, usage: str, *, positional: bool) -> Parser:
     """The flags that choose a source and shape its answers, before every option of a model that is loaded here."""
     parser = make_parser(prog, offline=True, positional=positional)
     parser.usage = f"{prog} {usage}"
+    model = parser._option_string_actions["--model"]
+    model.help = "Hub name, folder or .gguf file of a model to load here; with --url, which of the server's models. Unset: the server's first."
     group = parser.add_argument_group("a running server")
-    group.add_argument("--url", metavar="URL", help=f"server with the OpenAI API [{DEFAULT_URL}]; --model then names one of its models")
+    group.add_argument("--url", metavar="URL", help=f"server with the OpenAI API [{DEFAULT_URL}]")
     group.add_argument("--api-key", metavar="KEY", help=f"key for the server; better in {KEY_VARIABLES[0]}, where other users cannot see it")
     group = parser.add_argument_group("the answer")
     for name, (kind, text) in SAMPLING.items():

@@ -28,6 +28,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."""
 def main(argv: Sequence[str]) -> int:
     """Talk until the input ends. What is piped in is one message. Exit code 0, or 130 when a piped message was interrupted."""
     parser = make_answer_parser("oarlock chat", "[--url URL | MODEL] [options]", positional=True)
+    parser.description = "Talk to a model until Ctrl-D. Standard input that is no terminal is one message."
     parser.add_argument("--system", metavar="TEXT", help="system message")
     values, fields = parse_answer_flags(parser, argv)
     system = values.pop("system", None)

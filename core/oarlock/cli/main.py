@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import oarlock
-from oarlock.errors import ConfigError, OarlockError
+from oarlock.errors import ConfigError, OarlockError, UnsupportedByBackend
 
 # name -> ("module:function", one line). The function takes the arguments after the command and returns an exit code.
 # A command whose module is not there yet is neither listed nor found.
@@ -61,7 +61,7 @@ def run(command: Callable[[], int | None], prog: str) -> int:
         if os.environ.get("OARLOCK_TRACEBACK"):
             raise
         print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, ConfigError | UnsupportedByBackend) else 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `oarlock devices | head`

@@ -135,11 +135,9 @@ def load_chat_template(flag_value: str | None, tokenizer: Tokenizer | None, summ
     return ChatTemplate(source, tokenizer) if source else None
 
 
-def missing_template(model_name: str) -> InvalidParameter:
-    """The error of a chat request to a model that has no template."""
-    return InvalidParameter(
-        f"{model_name} has no chat template; start the server with --chat-template FILE, or use /v1/completions", param="messages"
-    )
+def missing_template(model_name: str, remedy: str) -> InvalidParameter:
+    """The error of a chat with a model that has no template. `remedy`: what to do about it in the place where it was asked."""
+    return InvalidParameter(f"{model_name} has no chat template; {remedy}", param="messages")
 
 
 def _from_flag(value: str) -> str:

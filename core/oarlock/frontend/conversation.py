@@ -16,7 +16,7 @@ from oarlock.errors import InvalidParameter, show
 if TYPE_CHECKING:
     from oarlock.frontend.chat import ChatTemplate
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant")
 MAX_MESSAGES = 16384
 _TOOL_KEYS = ("tool_calls", "tool_call_id", "function_call")
 _NOT_BUILT_KEYS = {
@@ -57,11 +57,11 @@ def _message(item: Any, path: str, template: ChatTemplate | None, allow_unknown:
     if not isinstance(item, Mapping):
         raise _wrong(path, item, "an object with role and content")
     role = item.get("role")
+    if role == "tool":
+        raise InvalidParameter("Tool calling is not built in this version, so there is no role tool.", f"{path}.role", "unsupported_field")
     if role not in ROLES:
         problem = f"{path}.role is required" if role is None else f"{path}.role is {show(role)}"
         raise InvalidParameter(f"{problem}; it must be one of {', '.join(ROLES)}.", f"{path}.role", "invalid_value")
-    if role == "tool":
-        raise InvalidParameter("Tool calling is not built in this version, so there is no role tool.", f"{path}.role", "unsupported_field")
     _check_keys(item, path, allow_unknown)
     message = {"role": _role_for(role, template), "content": _content(item.get("content"), f"{path}.content")}
     if item.get("name") is not None:

@@ -182,7 +182,7 @@ class _Life:
             if self.stop.is_set() and not self.dead.is_set():
                 state.phase = Phase.DRAINING
                 grace_s = self.resolved.server.drain_grace_s
-                log.info("signal %d: finishing %d open requests within %g s", self.signal, len(state.open), grace_s)
+                log.info("%s: %s", signal.Signals(self.signal).name, _what_remains(len(state.open), grace_s))
                 await self._first(state.idle.wait(), self.dead.wait(), timeout=grace_s)
                 state.end_all(unavailable("The server is shutting down; the request was ended.", "shutting_down", retry_after_s=5))
             if self.dead.is_set():
@@ -251,6 +251,12 @@ async def _end(task: asyncio.Task[Any]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await task
+
+
+def _what_remains(num_open: int, grace_s: float) -> str:
+    if not num_open:
+        return "no request is open; stopping"
+    return f"finishing {num_open} open request{'s' if num_open > 1 else ''} within {grace_s:g} s; a second signal ends the server at once"
 
 
 async def _log_stats(state: ServerState) -> None:

@@ -32,7 +32,7 @@ def _template(values: Mapping[str, Any], state: ServerState) -> ChatTemplate:
     source = values.get("chat_template")
     if source is None:
         if state.template is None:
-            raise missing_template(state.names[0])
+            raise missing_template(state.names[0], "start the server with --chat-template FILE, or use /v1/completions")
         return state.template
     if not state.server.allow_request_chat_template:
         raise bad("chat_template", "This server takes no chat template from requests; it would need --allow-request-chat-template.", "unsupported_field")

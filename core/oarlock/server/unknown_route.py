@@ -17,13 +17,13 @@ from oarlock.server.errors import ApiError
 # Beginning of a path -> what it asks for. None of them is in this version.
 ABSENT = {
     "/v1/embeddings": "embeddings",
-    "/v1/responses": "the Responses API",
+    "/v1/responses": "Responses API",
     "/v1/audio": "audio",
     "/v1/images": "images",
     "/v1/moderations": "moderation",
     "/v1/files": "files",
     "/v1/batches": "batches",
-    "/v1/messages": "the Messages API",
+    "/v1/messages": "Messages API",
     "/v1/rerank": "reranking",
     "/rerank": "reranking",
     "/score": "scoring",
@@ -34,7 +34,7 @@ ABSENT = {
     "/v1/unload_lora_adapter": "LoRA adapters",
     "/sleep": "sleeping",
     "/wake_up": "sleeping",
-    "/docs": "a documentation page (/openapi.json describes the routes)",
+    "/docs": "documentation page (/openapi.json describes the routes)",
 }
 
 

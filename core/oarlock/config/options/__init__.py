@@ -30,6 +30,8 @@ ELSEWHERE: dict[str, str] = {
     "max-tokens": "the length of an answer belongs to the request: max_tokens in the request or in SamplingParams",
     "max-input-length": "prompt and answer share one limit, {max-model-len}; a request's answer is limited by max_tokens",
     "max-output-length": "the length of an answer belongs to the request: max_tokens; prompt and answer together are limited by {max-model-len}",
+    "context-length": "the context length is {max-model-len}",
+    "ctx-size": "the context length is {max-model-len}",
     "request-rate": "the rate of requests belongs to the benchmark: oarlock bench serve --request-rate",
     "temperature": "sampling belongs to the request: temperature in the request or in SamplingParams",
 }
@@ -46,6 +48,14 @@ def spelling(name: str, origin: Origin) -> str:
     return flag(name) if origin == "cli" else name.replace("-", "_")
 
 
+def _nearest(bare: str, known: list[str]) -> list[str]:
+    """A slip of the keyboard; else those that have one word more, as `max-model-len` has more than `max-len`; else what looks alike."""
+    words = bare.split("-")
+    longer = [name for name in known if 1 < len(words) == name.count("-") and set(words) < set(name.split("-"))]
+    close = difflib.get_close_matches(bare, known, n=1, cutoff=0.9 if longer else 0.8)
+    return close or longer[:3] or difflib.get_close_matches(bare, known, n=3, cutoff=0.6)
+
+
 def unknown(name: str, origin: Origin, own: Sequence[str] = (), prog: str = SERVE) -> str:
     """The message for a name that is no option: where it belongs, else what is spelt nearly like it.
 
@@ -57,8 +67,10 @@ def unknown(name: str, origin: Origin, own: Sequence[str] = (), prog: str = SERV
     if bare in ELSEWHERE and "temperature" not in own:  # a command that takes it takes the request's other fields, too
         text = ELSEWHERE[bare].replace("{max-model-len}", spelling("max-model-len", origin))
         return f"{spelling(bare, origin)}: {text}"
-    known = list(own) or [*BY_NAME, *plugin_options(BY_NAME)] + [f"no-{o.name}" for o in OPTIONS if o.kind == "bool" and origin == "cli"]
-    near = difflib.get_close_matches(bare, known, n=1, cutoff=0.8) or difflib.get_close_matches(bare, known, n=3, cutoff=0.6)
+    every = {**BY_NAME, **plugin_options(BY_NAME)}
+    known = list(own) or [name for name, option in every.items() if option.offline or origin == "cli"]
+    known += [f"no-{o.name}" for o in OPTIONS if o.kind == "bool" and origin == "cli" and not own]
+    near = _nearest(bare, known)
     hint = f"; did you mean {' or '.join(spelling(n, origin) for n in near)}?" if near else ""
     where = "" if near else f"; {prog} --help lists them all" if origin == "cli" else "; docs/flags.md lists them all"
     return f"unknown option {spelling(bare, origin)}{hint}{where}{installed().broken_text()}"
