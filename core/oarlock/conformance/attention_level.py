@@ -158,8 +158,31 @@ def padding(world: World, limit: float) -> Measure:
     return worst([measure for steps in found for measure, _ in steps])
 
 
+def layers(world: World, limit: float) -> Measure:
+    """A later layer of the group: the attention was made for the first one, whose scale and soft cap are others."""
+    p = world.params
+    world.turn_to(replace(p, scale=p.scale * 1.5, softcap=p.softcap and p.softcap * 0.5))
+    return mixed(world, limit)
+
+
+def extremes(world: World, limit: float) -> Measure:
+    """Scores of a row all far below 0, of another all far above: what exp of them cannot hold."""
+    rows = {world.add(n + 1): n for n in (21, 21)}
+    for r, shift in zip(rows, (-4, 4), strict=True):
+        world.rows[r].query += 4
+        world.rows[r].key += shift
+    return worst([world.step(rows, limit)[0], world.step(dict.fromkeys(rows, 1), limit)[0]])
+
+
+def writes(world: World, limit: float) -> Measure:
+    """What is written, without a program around it."""
+    world.check_writes()
+    return Measure(0.0, limit, 0.0)
+
+
 Scenario = Callable[[World, float], Measure]
 _PLAIN: tuple[Scenario, ...] = (prefill, chunk, decode, mixed, shared, freed, copies, swap, padding)
+_ALONE: tuple[tuple[Scenario, Setting], ...] = ((layers, Setting()), (layers, Setting(softcap=30.0)), (extremes, Setting()), (writes, Setting()))  # in one dtype
 _HEADS = ((4, 2), (4, 4), (8, 1), (9, 3), (16, 2))
 _HEAD_DIMS = (64, 72, 80, 96, 112, 128, 192, 256)
 _SOFTCAPS = (None, 30.0, 0.5)
@@ -170,7 +193,8 @@ _QUICK_WINDOWS = (None, 1, 5, 24)
 
 
 def cases(dtypes: Sequence[str] = tuple(LIMITS), block_sizes: Sequence[int] = ()) -> Iterator[Case]:
-    """Quick: every pair of (dtype, scenario, heads, head size, block size, window, soft cap) in few cases, over what the device declares.
+    """Quick: every pair of (dtype, scenario, heads, head size, block size, window, soft cap) in few cases, over what the device declares,
+    and the few scenarios that depend on none of these.
 
     The rest: all scenarios in all settings and dtypes.
     """
@@ -180,6 +204,8 @@ def cases(dtypes: Sequence[str] = tuple(LIMITS), block_sizes: Sequence[int] = ()
         made = _case(scenario, setting, dtype, quick=True)
         quick.add(made.id)
         yield made
+    for scenario, setting in _ALONE if dtypes else ():
+        yield _case(scenario, setting, dtypes[0], quick=True)
     for dtype in LIMITS:
         if dtype not in dtypes:  # one case says so
             yield Case(f"attention[{dtype}]", LEVEL, _never, "paged_attention", dtype, partial(declared, Setting(), dtype))

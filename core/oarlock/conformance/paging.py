@@ -44,9 +44,17 @@ class World:
         self.attention: Attention = subject.attention(params, dtype, block_size)
         self.random, self.num_blocks = torch.Generator().manual_seed(seed), num_blocks
         self.free = [int(b) + 1 for b in torch.randperm(num_blocks - 1, generator=self.random)]  # scattered ids: tables have holes
-        self.tag = f"attend-{params}-{dtype}-{block_size}"
+        self.tag = self._tag()
         self.rows: list[Row] = []
         self.cache = tuple(subject.upload(torch.full(shape, math.nan, dtype=self.dtype)) for shape in self.attention.kv_layout(num_blocks))
+
+    def _tag(self) -> str:
+        return f"attend-{self.params}-{self.dtype}-{self.block_size}"
+
+    def turn_to(self, params: AttentionParams) -> None:
+        """Serve another layer of the group, which agrees with the first in heads, head size and window."""
+        self.params = params
+        self.tag = f"{self._tag()}-later"  # the attention was made for other parameters than one that has these from the start
 
     # ------------------------------------------------------------ rows and blocks
     def add(self, length: int, like: tuple[int, int] | None = None) -> int:
@@ -162,8 +170,8 @@ class World:
                 slots[at + n] = blocks[position // self.block_size] * self.block_size + position % self.block_size
         return torch.cat((slots, tables.reshape(-1), seq_lens, start)), starts
 
-    def _tokens(self, key: StepKey, plan: dict[int, int], starts: dict[int, int]) -> dict[str, torch.Tensor]:
-        """Queries, keys and values of the step; padded tokens carry queries that are numbers, keys and values that are not."""
+    def _tokens(self, key: StepKey, plan: dict[int, int], starts: dict[int, int]) -> torch.Tensor:
+        """Queries, keys and values of the step side by side, as the fused projection gives them; padded tokens carry queries that are numbers, keys and values that are not."""
         p = self.params
         query = torch.ones(key.tokens, p.num_heads, p.head_dim, dtype=self.dtype)
         new_key = torch.full((key.tokens, p.num_kv_heads, p.head_dim), math.nan, dtype=self.dtype)
@@ -172,29 +180,51 @@ class World:
             row, part = self.rows[r], slice(self.rows[r].done, self.rows[r].done + plan[r])
             for whole, source in ((query, row.query), (new_key, row.key), (new_value, row.value)):
                 whole[at : at + plan[r]] = source[part]
-        return {"query": query, "key": new_key, "value": new_value}
+        return torch.cat((query, new_key, new_value), 1)
 
-    def _run(self, key: StepKey, packed: torch.Tensor, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _run(self, key: StepKey, packed: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         attention, params, rows, decode = self.attention, self.params, key.rows, key.decode_rows
 
         def program(weights: Any, written: dict[str, Any], read: Any, packed: torch.Tensor, i: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             slots, tables, seq_lens, start = packed.split([key.tokens, rows * key.blocks, rows, rows + 1])
             tables = tables.reshape(rows, key.blocks)
-            cache = attention.write_kv(written["kv"], i["key"], i["value"], slots)
+            query, new_key, new_value = i["fused"].split([params.num_heads, params.num_kv_heads, params.num_kv_heads], 1)
+            cache = attention.write_kv(written["kv"], new_key, new_value, slots)
             out = []
             if decode:
                 meta = attention.metadata(tables[:decode], seq_lens[:decode], start[: decode + 1], 1, decode)
-                out.append(attention.attend(i["query"][:decode], cache, meta, params))
+                out.append(attention.attend(query[:decode], cache, meta, params))
             if rows > decode:
                 meta = attention.metadata(tables[decode:], seq_lens[decode:], start[decode:] - decode, key.max_q, key.tokens - decode)
-                out.append(attention.attend(i["query"][decode:], cache, meta, params))
+                out.append(attention.attend(query[decode:], cache, meta, params))
             return {"kv": cache}, {"out": out[0] if len(out) == 1 else torch.cat(out)}
 
         subject = self.subject
-        inputs = {name: subject.upload(t) for name, t in tokens.items()}
+        inputs = {"fused": subject.upload(tokens)}
         new, out = subject.run(f"{self.tag}-{key}", program, written={"kv": self.cache}, packed=subject.upload(packed), inputs=inputs)
         self.cache = new["kv"]
         return subject.download(out["out"])
+
+    def check_writes(self) -> None:
+        """`write_kv` by itself, outside of a program.
+
+        Raises:
+            CheckFailed: it takes views for contiguous tensors, or changes the cache that it is given where state is replaced.
+        """
+        subject, heads, count = self.subject, self.params.num_kv_heads, self.block_size + 3
+        fused = subject.upload(self._randn(count, 2 * heads))
+        slots = subject.upload(torch.randperm(3 * self.block_size, generator=self.random)[:count].to(torch.int32) + self.block_size)
+        before = self.host_cache()
+        caches = [tuple(subject.upload(t.clone()) for t in before) for _ in range(2)]
+        with subject.session():
+            views = fused.split(heads, 1)
+            of_views = self.attention.write_kv(caches[0], *views, slots)
+            of_copies = self.attention.write_kv(caches[1], *(t.contiguous() for t in views), slots)
+        if not all(same_bits(subject.download(a), subject.download(b)) for a, b in zip(of_views, of_copies, strict=True)):
+            raise CheckFailed("write_kv writes other bits of keys and values that are views into a fused tensor than of their copies")
+        replaced = subject.device.capabilities.kv_update == "functional"
+        if replaced and not all(same_bits(subject.download(t), old) for t, old in zip(caches[0], before, strict=True)):
+            raise CheckFailed('write_kv changed the cache that it was given; kv_update is "functional", so it must return a new one')
 
     # ------------------------------------------------------------ whole blocks
     def copy(self, source: list[int], destination: list[int]) -> None:

@@ -18,7 +18,7 @@ from oarlock.backend_api.runtime import Op, register_op
 from oarlock.runtime.quantization import schemes
 from oarlock.runtime.reference import inputs
 
-WEIGHT_ONLY = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 5e-4}
+WEIGHT_ONLY = {"float32": 1e-9, "float16": 5e-4, "bfloat16": 5e-4}
 INTEGER = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 5e-4}  # an activation near a tie may be rounded either way
 FLOAT8 = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-3}  # the same, in coarser steps
 
@@ -37,6 +37,7 @@ _GROUPED: tuple[dict[str, Any], ...] = (
 _CHANNEL = tuple({key: value for key, value in case.items() if key != "group"} for case in _SIZES)
 _W8A8 = (*_CHANNEL, {"tokens": 9, "k": 80, "n": 48, "static": 1, "bias": 1}, {"tokens": 5, "k": 96, "n": 40, "fill": "outliers"})
 _W8A8_FP8 = (*_SIZES, *_W8A8[-2:])
+_W8A8 += ({"tokens": 6, "k": 64, "n": 48, "static": 1, "fill": "halves"},)  # each is exactly between two codes
 _EXPERTS: tuple[dict[str, Any], ...] = (
     {"tokens": 16, "experts": 8, "k": 2, "hidden": 64, "size": 32, "group": 16},
     {"tokens": 7, "experts": 5, "k": 3, "hidden": 33, "size": 17, "padded": 1},
@@ -72,7 +73,7 @@ def weight_of(scheme: str, shape: tuple[int, ...], case: inputs.Case, g: torch.G
         scattered = torch.rand((*shape[:-2], columns), generator=g).argsort(-1)
         found["groups"] = (scattered // (columns // num_groups)).to(torch.int32)
     if case.get("static"):
-        found["input_scale"] = torch.tensor([2.5 / (schemes.FP8_MAX if "fp8" in scheme else 127.0)])
+        found["input_scale"] = torch.tensor([1 / 32 if case.get("fill") == "halves" else 2.5 / (schemes.FP8_MAX if "fp8" in scheme else 127.0)])
     return found
 
 

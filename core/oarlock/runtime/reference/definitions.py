@@ -18,8 +18,8 @@ from oarlock.runtime.reference import inputs, layers, logits, moe, sampling, sta
 EQUAL = {"float32": 0.0, "float16": 0.0, "bfloat16": 0.0}
 POINTWISE = {"float32": 1e-9, "float16": 1e-6, "bfloat16": 2e-5}  # norms, rotary, activations; float32 tells the two gelus apart
 SOFTMAX = {"float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-4}
-PRODUCT = {"float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-4}
-HEAD = {"float32": 1e-6, "float16": 1e-6, "bfloat16": 1e-6}  # sums are kept in float32 whatever the inputs are
+PRODUCT = {"float32": 1e-9, "float16": 1e-5, "bfloat16": 1e-4}  # float32 tells products of 10-bit mantissas (tf32) apart
+HEAD = {"float32": 1e-9, "float16": 1e-6, "bfloat16": 1e-6}  # sums are kept in float32 whatever the inputs are
 LOGITS = {"float32": 1e-6}  # logits are always float32
 LOGITS_EQUAL = {"float32": 0.0}
 
@@ -40,7 +40,9 @@ _GATED_FILLS = tuple({"tokens": 5, "size": 96, "fill": fill} for fill in ("outli
 _EMBEDDING = tuple({**case, "vocab": vocab} for case, vocab in zip(_token_cases("hidden"), (32, 17, 1, 32, 1000), strict=True))
 _NORM = (*_token_cases("hidden"), *_FILLS, {"tokens": 5, "hidden": 96, "weight": "float32"})
 _HEAD_NORM = ({"tokens": 6, "heads": 4, "hidden": 64}, {"tokens": 1, "heads": 3, "hidden": 80})
-_LAYER_NORM = (*_token_cases("hidden"), *_FILLS[:-1], {"tokens": 7, "hidden": 33, "bias": False})  # a denormal row has no variance worth the name
+_LAYER_NORM = (  # a denormal row has no variance worth the name
+    *_token_cases("hidden"), *_FILLS[:-1], {"tokens": 5, "hidden": 96, "fill": "offset"}, {"tokens": 7, "hidden": 33, "bias": False},
+)  # fmt: skip
 _ROTARY = (
     {"tokens": 16, "heads": 8, "head_dim": 64},
     {"tokens": 7, "heads": 3, "head_dim": 80},
@@ -67,7 +69,7 @@ _TOPK = tuple(
     {"tokens": tokens, "experts": experts, "k": k, "renormalise": renormalise}
     for tokens, experts, k in ((16, 8, 2), (7, 60, 4), (1, 1, 1), (0, 8, 2), (130, 128, 8))
     for renormalise in (0, 1)
-)
+) + ({"tokens": 9, "experts": 40, "k": 6, "special": "ties"},)
 _EXPERTS = (
     {"tokens": 16, "experts": 8, "k": 2, "hidden": 64, "size": 32},
     {"tokens": 7, "experts": 5, "k": 3, "hidden": 33, "size": 17, "padded": 1},
@@ -78,7 +80,7 @@ _EXPERTS = (
     {"tokens": 40, "experts": 8, "k": 2, "hidden": 64, "size": 32, "routing": "one", "padded": 1},
     {"tokens": 130, "experts": 16, "k": 4, "hidden": 256, "size": 96, "padded": 1},
 )
-_GREEDY = (*_row_cases(), {"rows": 6, "vocab": 300, "special": "ties"}, {"rows": 5, "vocab": 97, "special": "broken"})
+_GREEDY = (*_row_cases(), {"rows": 5, "vocab": 97, "special": "rising"}, {"rows": 6, "vocab": 300, "special": "ties"}, {"rows": 5, "vocab": 97, "special": "broken"})
 _SAMPLE = (
     *_row_cases(),
     *({"rows": 16, "vocab": 333, "mode": mode} for mode in ("neutral", "temperature", "top_k", "top_p", "min_p")),
@@ -88,7 +90,9 @@ _PENALTIES = tuple({**case, "history": n} for case, n in zip(_row_cases(), (32, 
     {"rows": 4, "vocab": 50, "history": 0},
 )
 _BIAS = tuple({**case, "width": n} for case, n in zip(_row_cases(), (8, 31, 1, 8, 300), strict=True)) + ({"rows": 4, "vocab": 50, "width": 0},)
-_LOGPROBS = tuple({**case, "k": k} for case, k in zip(_row_cases(), (5, 20, 1, 5, 40), strict=True)) + ({"rows": 4, "vocab": 50, "k": 0},)
+_LOGPROBS = tuple({**case, "k": k} for case, k in zip(_row_cases(), (5, 20, 1, 5, 40), strict=True)) + (
+    {"rows": 4, "vocab": 50, "k": 0}, {"rows": 6, "vocab": 300, "k": 7, "special": "ties"},
+)  # fmt: skip
 
 _BITS = ({"rows": 16}, {"rows": 7}, {"rows": 1}, {"rows": 0}, {"rows": 1031})
 _UPDATE = tuple({**case, "width": width} for case in _BITS for width in (1, 130))

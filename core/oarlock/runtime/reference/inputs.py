@@ -22,7 +22,8 @@ Generate = Callable[[Case, torch.dtype, torch.Generator], Inputs]
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, fill: str = "normal") -> torch.Tensor:
-    """Random values. `fill`: "normal"; "outliers" (one in 50 is 100 times larger); "equal" (all 0.5); "denormal" (about 1e-39).
+    """Random values. `fill`: "normal"; "outliers" (one in 50 is 100 times larger); "equal" (all 0.5); "denormal" (about 1e-39);
+    "offset" (a mean of 100); "halves" (odd multiples of 1/64, at most 255/64).
 
     Raises:
         ValueError: an unknown `fill`.
@@ -34,8 +35,12 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generato
         x = torch.full(shape, 0.5)
     elif fill == "denormal":
         x = x * 1e-39
+    elif fill == "offset":
+        x = x + 100
+    elif fill == "halves":
+        x = (2 * torch.randint(-128, 128, shape, generator=generator) + 1) / 64
     elif fill != "normal":
-        raise ValueError(f"fill {fill!r} is unknown; known are normal, outliers, equal, denormal")
+        raise ValueError(f"fill {fill!r} is unknown; known are normal, outliers, equal, denormal, offset, halves")
     return x.to(dtype)
 
 
@@ -112,7 +117,10 @@ def linear(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
 
 
 def moe_topk(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
-    return (distinct_logits(case["tokens"], case["experts"], g, dtype), case["k"], bool(case.get("renormalise", True))), {}
+    logits = distinct_logits(case["tokens"], case["experts"], g, dtype)
+    if case.get("special") == "ties":
+        logits = (logits / 2).round()
+    return (logits, case["k"], bool(case.get("renormalise", True))), {}
 
 
 def moe_experts(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
@@ -134,6 +142,8 @@ def greedy(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
     logits = distinct_logits(case["rows"], case["vocab"], g)
     if case.get("special") == "ties":
         logits = (logits / 2).round()
+    elif case.get("special") == "rising":  # whatever is read of the next row is the best
+        logits = logits + 100.0 * torch.arange(case["rows"])[:, None]
     elif case.get("special") == "broken":  # one row each: NaN, +inf, all banned; the others stay whole
         logits[0, case["vocab"] // 2] = torch.nan
         logits[1, -1] = torch.inf
@@ -193,6 +203,8 @@ def apply_mask(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
 
 def logprobs(case: Case, dtype: torch.dtype, g: torch.Generator) -> Inputs:
     logits = distinct_logits(case["rows"], case["vocab"], g)
+    if case.get("special") == "ties":
+        logits = (logits / 2).round()
     return (logits, integers(0, case["vocab"], (case["rows"],), g), case["k"]), {}
 
 
