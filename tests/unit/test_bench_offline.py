@@ -81,3 +81,17 @@ def test_latencies_of_known_times() -> None:
 def test_wrong_flags_are_named(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *argv]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["throughput", "latency"])
+def test_lengths_beyond_the_context_are_named_by_their_flags(kind: str, client: ScriptedClient, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", kind, "toy", "--input-len", "10:60", "--output-len", "5"]) == 2
+    assert "--input-len 10:60 --output-len 5: up to 65 tokens, but the context is 64" in capsys.readouterr().err
+    assert not client.submitted
+
+
+def test_help_promises_no_default_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "throughput", "--help"])
+    text = capsys.readouterr().out
+    assert "usage: oarlock bench throughput MODEL [options]" in text and "opt-125m" not in text

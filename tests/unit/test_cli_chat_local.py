@@ -103,3 +103,11 @@ def test_a_request_that_is_refused_leaves_the_source_usable(client: ScriptedClie
 def test_the_terminal_needs_the_tokenizer(client: ScriptedClient, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["complete", "x", "--model", "toy", "--skip-tokenizer-init"]) == 2
     assert "--skip-tokenizer-init: the terminal needs the tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_help_says_what_a_model_is_for_and_promises_no_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "file of a model to load here; with --url, which of the server's models" in text and "opt-125m" not in text

@@ -30,6 +30,7 @@ def throughput(argv: Sequence[str]) -> int:
     count, shared = _count(ours, "num_prompts", 1), _count(ours, "shared_prefix", 0)
     inputs, outputs = Lengths.parse(ours["input_len"], "--input-len"), Lengths.parse(ours["output_len"], "--output-len")
     with _load(values) as llm:
+        _check_context(llm, ours, shared + inputs.high + outputs.high)
         ids = (0, llm.summary.vocab_size - 1)
         _generate(llm, random_ids(1, Lengths(8, 8), Lengths(4, 4), seed=1, ids=ids))
         prompts = random_ids(count, inputs, outputs, shared=shared, ids=ids)
@@ -52,6 +53,7 @@ def latency(argv: Sequence[str]) -> int:
     inputs, outputs = Lengths.parse(ours["input_len"], "--input-len"), Lengths.parse(ours["output_len"], "--output-len")
     records = []
     with _load(values) as llm:
+        _check_context(llm, ours, inputs.high + outputs.high)
         print(_head(llm))
         for size in sizes:
             runs = []
@@ -81,6 +83,8 @@ def _parser(prog: str, defaults: dict[str, Any], *more: str) -> Parser:
         "json": "write the figures to this file, too",
     }
     parser = make_parser(prog, offline=True)
+    parser.usage = f"{prog} MODEL [options]"
+    parser._option_string_actions["--model"].help = "The same as MODEL."
     group = parser.add_argument_group("the benchmark")
     for name in ("input-len", "output-len", *more, "json"):
         default = defaults[name.replace("-", "_")]
@@ -128,6 +132,14 @@ def _load(values: dict[str, Any]) -> Any:
     if config.model.skip_tokenizer_init is False:
         values = {**values, "skip_tokenizer_init": True}  # prompts are ids; no text is measured
     return LLM(**values)
+
+
+def _check_context(llm: Any, ours: dict[str, Any], most: int) -> None:
+    """Raises ConfigError, in the words of the benchmark's own flags, where `most` tokens, the longest prompt and answer, exceed the context."""
+    if most > (limit := llm._engine.info.max_model_len):
+        flags = ("input_len", "output_len", *(["shared_prefix"] if ours["shared_prefix"] else []))
+        asked = " ".join(f"--{name.replace('_', '-')} {ours[name]}" for name in flags)
+        raise ConfigError(f"{asked}: up to {most} tokens, but the context is {limit}; ask for shorter ones, or raise --max-model-len", "input-len")
 
 
 def _head(llm: Any) -> str:
