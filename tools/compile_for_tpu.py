@@ -1,6 +1,6 @@
 """Compile every program of a model's shape for TPUs that are not here, through the worker's own start, and say what the compiler said.
 
-    OARLOCK_TPU_ON_HOST=1 python tools/compile_for_tpu.py --topology v6e:2x2 [--chips 1] [--layers 32] [--model llama-3-8b|tiny] [--out FILE]
+    python tools/compile_for_tpu.py --topology v6e:2x2 [--chips 1] [--layers 32] [--model llama-3-8b|tiny] [--out FILE]
 
 Needs the packages of oarlock-tpu. No weight is made: tensors are shapes. One line a program, JSON to --out.
 """
@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OARLOCK_TPU_ON_HOST", "1")  # before JAX is imported: no chip is looked for
 
 import torch
 from oarlock.config.sections import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -44,7 +47,7 @@ class Shapes(DummyCheckpoint):
         return torch.empty(shape, dtype=dtype or torch.float32, device="meta")
 
 
-def compile_all(model: str, topology: str, chips: int, layers: int | None, seqs: int, tokens: int) -> dict[str, Any]:
+def compile_all(model: str, topology: str, chips: int, layers: int | None, seqs: int, tokens: int, blocks: int | None) -> dict[str, Any]:
     """Start a worker on a described machine. The plan and a record for each program."""
     config = dict(MODELS[model])
     if layers:
@@ -53,7 +56,7 @@ def compile_all(model: str, topology: str, chips: int, layers: int | None, seqs:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         given = ModelConfig(model=folder, load_format="dummy", generation_config="none", skip_tokenizer_init=True)
         engine = EngineConfig(
-            given, CacheConfig(swap_space_bytes=0), SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens),
+            given, CacheConfig(swap_space_bytes=0, num_blocks_override=blocks), SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens),
             device=DeviceConfig(options={"tpu_topology": topology, "tpu_chips": chips, "tpu_compile_cache": None}),
         )  # fmt: skip
         summary = load_summary(given)
@@ -94,11 +97,12 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--max-num-batched-tokens", type=int, default=544)
+    parser.add_argument("--num-blocks-override", type=int, default=None)
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     logging.getLogger("jax").setLevel(logging.WARNING)
-    found = compile_all(a.model, a.topology, a.chips, a.layers, a.max_num_seqs, a.max_num_batched_tokens)
+    found = compile_all(a.model, a.topology, a.chips, a.layers, a.max_num_seqs, a.max_num_batched_tokens, a.num_blocks_override)
     if a.out:
         a.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0

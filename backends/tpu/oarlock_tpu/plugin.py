@@ -144,6 +144,7 @@ def conformance() -> list[ConformanceProfile]:
     return [
         ConformanceProfile(
             device="tpu",
+            options={"stands_in": "JAX's CPU, kernels interpreted"} if host.is_simulated() else {},
             expected_failures=(("device[copies,int64]", "the chip has no 64-bit integers: what does not fit 32 bits is refused"),),
         )
     ]

@@ -31,7 +31,7 @@ class XlaRunner(GraphRunner):
         """Traces and compiles at once; later calls must have exactly the example's shapes, which XLA checks."""
         started = time.monotonic()
         flat = Flat(fn, example)
-        compiled = self._lowered(flat, example[1]).compile()
+        compiled = self._lowered(flat, example).compile()
         log.debug("%s compiled in %.1f s", tag, time.monotonic() - started)
 
         def run(weights: Any, written: dict[str, Any], read: Any, packed: Any, device_inputs: Any) -> Any:
@@ -41,20 +41,22 @@ class XlaRunner(GraphRunner):
 
         return run
 
-    def _lowered(self, flat: Flat, written: dict[str, Any], **options: Any) -> Any:
+    def _lowered(self, flat: Flat, example: tuple[Any, ...], **options: Any) -> Any:
         """The program for arrays where they will lie: weights as they were placed, state as `chips` says, all else whole."""
         weights, state, others = vendor.to_jax(flat.leaves)
-        homes = self._homes(written)
+        homes, read = self._homes(example[1]), self._homes(example[2])
+        others_homes = read + [self._chips.whole] * (len(others) - len(read))
         shapes = (
             [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in weights],
             [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home) for x, home in zip(state, homes, strict=True)],
-            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._chips.whole) for x in others],
+            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home) for x, home in zip(others, others_homes, strict=True)],
         )
         jitted = jax.jit(flat.trace, donate_argnums=1, out_shardings=(homes, self._chips.whole))
         return jitted.trace(*shapes).lower(**options)
 
-    def _homes(self, written: dict[str, Any]) -> list[Any]:
-        return jax.tree.leaves({name: jax.tree.map(lambda _, name=name: self._chips.state(name), tree) for name, tree in written.items()})
+    def _homes(self, state: dict[str, Any]) -> list[Any]:
+        """A sharding for each leaf of the state, in their order."""
+        return jax.tree.leaves({name: jax.tree.map(lambda _, name=name: self._chips.state(name), tree) for name, tree in state.items()})
 
     def refuses_unwarmed(self) -> bool:
         return True
