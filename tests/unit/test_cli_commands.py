@@ -178,7 +178,7 @@ def test_the_table_wraps_its_last_columns_and_loses_no_word() -> None:
 def test_doctor_reports_plugins_and_the_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = catalogue(device("host", priority=0), broken("bad"))
     report = {
-        "text": "a machine", "torch": "0", "threads": 3, "memory": "1 of 2", "capabilities": {"dtypes": ["float32"]},
+        "text": "a machine", "torch": "0", "threads": 3, "memory": "1 of 2", "capabilities": {"dtypes": ["float32"], "fast_dtypes": [], "collectives": []},
         "ops": [("rms_norm", "reference", "quick: no bfloat16")], "parts": [],
     }  # fmt: skip
     monkeypatch.setattr(doctor, "discover", lambda: found)
@@ -187,6 +187,7 @@ def test_doctor_reports_plugins_and_the_device(monkeypatch: pytest.MonkeyPatch, 
     text = capsys.readouterr().out
     for word in ("Broken: bad", "Traceback", "Device host", "3 threads", "float32", "rms_norm  reference   rejected: quick: no bfloat16", "host memory"):
         assert word in text
+    assert "fast_dtypes          all of dtypes\n" in text and "collectives          none\n" in text
 
 
 def test_doctor_says_why_a_device_could_not_be_examined(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,8 @@ from oarlock.plugins import PLUGIN_GROUP, PROBE_LIMIT_MS, Catalogue, Selection, 
 CHILD_TIMEOUT_S = 120
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pluggy", "numpy", "fastapi", "uvicorn", "msgspec", "pyzmq")
 
+EMPTY = {"fast_dtypes": "all of dtypes"}  # capabilities whose empty list does not mean none
+
 
 def main(argv: Sequence[str]) -> int:
     """Print the report. Exit code 0 when the device can be used, else 1."""
@@ -96,7 +98,7 @@ def _device(selection: Selection, threads: int | None) -> int:
     print(f"  {report['text']}\n  verified by a small computation; torch {report['torch']}, {report['threads']} threads")
     print(f"  memory: {report['memory']}")
     print("\nCapabilities")
-    print("\n".join(f"  {name:<20} {_value(value)}" for name, value in report["capabilities"].items()))
+    print("\n".join(f"  {name:<20} {_value(value, EMPTY.get(name, 'none'))}" for name, value in report["capabilities"].items()))
     for title, lines in (("Ops", report["ops"]), ("Parts", report["parts"])):
         print(f"\n{title}")
         width = max((len(line[0]) for line in lines), default=0)
@@ -104,8 +106,8 @@ def _device(selection: Selection, threads: int | None) -> int:
     return 0
 
 
-def _value(value: Any) -> str:
-    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
+def _value(value: Any, empty: str) -> str:
+    return (", ".join(map(str, value)) or empty) if isinstance(value, list) else str(value)
 
 
 def inspect(device: str, threads: int | None = None) -> tuple[dict[str, Any] | None, str]:
