@@ -191,6 +191,9 @@ def buckets(subject: Subject) -> None:
     """Buckets are given where shapes are not dynamic, are well formed, and hold the largest step that was asked for."""
     for seqs, tokens, blocks in ((1, 16, 1), (8, 256, 12), (64, 2048, 128)):
         found = subject.device.buckets(seqs, tokens, blocks)
+        again = subject.device.buckets(seqs, tokens, blocks)
+        if found != again:
+            raise CheckFailed(f"buckets({seqs}, {tokens}, {blocks}) gives {found}, and {again} when asked again; the same arguments must give the same")
         if not found:
             if not subject.device.capabilities.dynamic_shapes:
                 raise CheckFailed(f"dynamic_shapes is False, but buckets({seqs}, {tokens}, {blocks}) gives none")

@@ -20,6 +20,7 @@ import torch
 from oarlock.backend_api import Support
 from oarlock.backend_api.runtime import EagerRunner
 from oarlock.config.sections import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from oarlock.conformance import graph_contract
 from oarlock.conformance.cases import Case, CheckFailed, Measure
 from oarlock.conformance.driver import Branch, Driver
 from oarlock.conformance.metrics import judge
@@ -361,6 +362,29 @@ def two_ranks(subject: Subject) -> None:
         ranks.close()
 
 
+def invariant(subject: Subject) -> None:
+    """A row's log-probabilities have the same bits alone and beside others, in its chunk and while it decodes."""
+    for dtype in subject.device.capabilities.batch_invariant:
+        bench = subject.part(Lab).bench(subject, "dense", dtype)
+        found = []
+        for others in ((), (5, 17, 2)):
+            branches = [bench.driver.add(bench.prompt(n, 90 + n), _ALL) for n in (13, *others)]
+            rows: list[torch.Tensor] = []
+            for plan in ((9, *(n - 1 for n in others)), *((1,) * len(branches),) * 4):
+                out = bench.driver.step(dict(zip(branches, plan, strict=True)))
+                positions = (*out.prompt_logprobs.get(branches[0].branch_id, ()), *out.logprobs.get(branches[0].branch_id, ()))
+                rows += [_vector(p) for p in positions]
+            found.append(torch.stack(rows))
+            bench.driver.end_all()
+        if not torch.equal(*found):
+            wrong = int((found[0] != found[1]).any(-1).sum())
+            raise CheckFailed(f"batch_invariant declares {dtype}, but at {wrong} of {len(found[0])} positions a row's bits differ alone and in a batch")
+
+
+def _declares_invariance(subject: Subject) -> Support:
+    return Support(True) if subject.device.capabilities.batch_invariant else Support(False, ("the device declares no dtype as batch_invariant",))
+
+
 def _is_captured(subject: Subject) -> Support:
     if "float32" not in subject.dtypes or subject.device.capabilities.execution == "compiled":
         return Support(False, ("the device runs compiled programs only, so there is no other way to compare with",))
@@ -403,6 +427,8 @@ def cases() -> Iterator[Case]:
                 supports=partial(_declared, check, name, dtype),
                 family="quantized",
             )
+    yield from graph_contract.cases()
+    yield Case("runner[batch_invariant]", LEVEL, invariant, supports=_declares_invariance)
     for name, check, supports in (("as_eager", as_eager, _is_captured), ("two_ranks", two_ranks, _has_ranks)):
         yield Case(
             f"runner[float32,dense,{name}]", LEVEL, check, dtype="float32", supports=supports, family="dense", quick=check is as_eager
