@@ -38,6 +38,7 @@ class Attention(CheckedOverrides, abc.ABC):
     _extension_base: ClassVar[bool] = True
 
     def __init__(self, block_size: int, dtype: torch.dtype, params: AttentionParams) -> None:
+        """`block_size` in tokens, `dtype` of the cache, `params` of the group's first layer; kept under these names."""
         self.block_size = block_size
         self.dtype = dtype  # of the cache
         self.params = params  # of the group's first layer; layers of a group agree in heads, head size and window

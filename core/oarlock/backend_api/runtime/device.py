@@ -71,7 +71,7 @@ class Device(CheckedOverrides, abc.ABC):
         """Make the device current in this process or thread. Called once before anything is allocated."""
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which every program runs (a dispatch mode, a stream). Entered once by the worker."""
+        """A context for all that the worker does (a dispatch mode, a stream). Called and entered anew around each step, each read, …"""
         return contextlib.nullcontext()
 
     def synchronise(self) -> None:
