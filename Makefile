@@ -13,13 +13,14 @@ TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/*/tests pl
 
 export VENV PYTHON TORCH
 
-.PHONY: help install serve test test-full bench lint clean
+.PHONY: help install serve test test-full test-tpu bench lint clean
 
 help:
 	@echo "make install     make $(VENV) with everything that tests need; does nothing when nothing changed"
 	@echo "make serve       serve a small chat model: [MODEL=name|folder|file.gguf] [DEVICE=auto] [PORT=8000] [ARGS=\"--max-model-len 2048\"]"
 	@echo "make test        all tests but the long ones; about 12 minutes on two cores"
 	@echo "make test-full   all tests"
+	@echo "make test-tpu    what of the tpu backend can be tested without a TPU, in an environment of its own; writes docs/tpu.md"
 	@echo "make bench       throughput and latency of the small chat model on this machine"
 	@echo "make lint        ruff and mypy"
 
@@ -37,6 +38,12 @@ test: install
 
 test-full: install
 	@$(BIN)/python -m pytest --full $(TESTS)
+
+# An environment of its own: JAX, libtpu and torchax take more than a gigabyte. No TPU is needed; see backends/tpu/README.md.
+test-tpu:
+	@tools/install_tpu.sh
+	@.venv-tpu/bin/python -m pytest -p no:cacheprovider -o timeout=1200 backends/tpu/tests
+	@.venv-tpu/bin/python tools/tpu_report.py --kit --compile
 
 bench: install
 	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python tools/make_models.py --gguf-only smollm2) || exit 1; \

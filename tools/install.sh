@@ -20,7 +20,7 @@ run_inputs=(pyproject.toml backends/cpu/pyproject.toml tools/install.sh "${sourc
 compiler=$(command -v "${CXX:-c++}" || command -v g++ || echo none)
 key_of() { { echo "$torch $compiler ${OARLOCK_CPU_KERNELS:-}"; sha256sum "$@"; } | sha256sum | cut -d' ' -f1; }
 run_key=$(key_of "${run_inputs[@]}")
-test_key=$(key_of "${run_inputs[@]}" {plugins/*,backends/xpu,backends/neuron}/pyproject.toml)
+test_key=$(key_of "${run_inputs[@]}" {plugins/*,backends/xpu,backends/neuron,backends/tpu}/pyproject.toml)
 is_stamped() { [ -f "$venv/.installed-$1" ] && [ "$(cat "$venv/.installed-$1")" = "$2" ]; }
 if [ "$what" = run ]; then is_stamped run "$run_key" && exit 0; else is_stamped test "$test_key" && exit 0; fi
 
@@ -61,6 +61,8 @@ fi
 if [ "$compiler" = none ] || [ "${OARLOCK_CPU_KERNELS:-}" = 0 ]; then echo "installing oarlock"; else echo "installing oarlock, compiling its CPU kernels: a minute or more"; fi
 [ "$compiler" != none ] || [ "${OARLOCK_CPU_KERNELS:-}" = 0 ] || echo "no C++ compiler: the cpu device computes with plain torch, several times slower; install g++ and run make install again"
 "${pip[@]}" --no-build-isolation "${packages[@]}"
+# What the tpu backend needs has an environment of its own (make test-tpu); here is its light half.
+if [ "$what" = test ]; then "${pip[@]}" --no-build-isolation --no-deps -e backends/tpu; fi
 # What tests need includes all that serving needs.
 echo "$run_key" >"$venv/.installed-run"
 if [ "$what" = test ]; then echo "$test_key" >"$venv/.installed-test"; fi

@@ -30,6 +30,13 @@ log = logging.getLogger("oarlock.tpu")
 MEMORY_GIB = {"v5e": 15.75, "v6e": 31.25, "tpu7x": 94.75}
 
 
+def described(topology: str) -> Any:
+    """The devices of a machine that libtpu knows by name. Raises what libtpu raises for one that it does not."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
 class AbstractTpu(TpuDevice):
     """Options: "tpu_topology" ("v5e:2x2"), "tpu_chips"."""
 
@@ -40,12 +47,9 @@ class AbstractTpu(TpuDevice):
         )
 
     def activate(self) -> None:
-        from jax.experimental import topologies
-
         self._simulated = False
         self._topology = self.options["tpu_topology"]
-        found = topologies.get_topology_desc(platform="tpu", topology_name=self._topology).devices
-        self._chips = chips.Chips(tuple(found[: self.options.get("tpu_chips", 1)]), interpret=False)
+        self._chips = chips.Chips(tuple(described(self._topology)[: self.options.get("tpu_chips", 1)]), interpret=False)
         chips.use(self._chips)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
@@ -102,7 +106,8 @@ class AbstractRunner(XlaRunner):
         clocks = time.monotonic(), time.process_time()
         flat = Flat(fn, example)
         lowered = self._lowered(flat, example, lowering_platforms=("tpu",))
-        compiled = lowered.compile()
+        # WORKAROUND(jaxlib 0.10.2 cannot print such copies of libtpu 0.0.52; remove when it can): copies stay on the main core.
+        compiled = lowered.compile(compiler_options={"xla_tpu_enable_offloading_copy_to_sparsecore": False})
         report = _report(compiled, example, self._chips.count, (time.monotonic() - clocks[0], time.process_time() - clocks[1]))
         log.info("%s compiled in %.1f s", tag, report.seconds)
         return AbstractProgram(flat, lowered.out_info, report)

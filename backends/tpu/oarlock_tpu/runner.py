@@ -47,7 +47,7 @@ class XlaRunner(GraphRunner):
         homes, read = self._homes(example[1]), self._homes(example[2])
         others_homes = read + [self._chips.whole] * (len(others) - len(read))
         shapes = (
-            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in weights],
+            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._chips.home(x)) for x in weights],
             [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home) for x, home in zip(state, homes, strict=True)],
             [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home) for x, home in zip(others, others_homes, strict=True)],
         )

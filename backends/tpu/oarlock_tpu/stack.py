@@ -30,9 +30,10 @@ def pack(layers: list[Any]) -> Any:
 
 def _stack(parts: list[Any]) -> Any:
     arrays = vendor.to_jax(parts)
-    sharding = chips.active().stacked(arrays[0].sharding)
+    shape, dtype = (len(arrays), *arrays[0].shape), arrays[0].dtype
+    sharding = chips.active().packed(chips.active().stacked(arrays[0].sharding), shape, dtype)
     if isinstance(arrays[0], jax.ShapeDtypeStruct):
-        return vendor.wrap(jax.ShapeDtypeStruct((len(arrays), *arrays[0].shape), arrays[0].dtype, sharding=sharding))
+        return vendor.wrap(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
     return vendor.wrap(jax.jit(lambda *rows: jnp.stack(rows), out_shardings=sharding)(*arrays))
 
 

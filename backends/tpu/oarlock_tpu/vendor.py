@@ -24,6 +24,7 @@ for _name, _value in host.environment():
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 
 
 class _Gone:
@@ -199,4 +200,4 @@ def seed(value: int) -> None:
     env.manual_seed(value)
 
 
-__all__ = ["DEVICE", "Context", "Tensor", "call", "env", "from_numpy", "jax", "jax_dtype", "jnp", "seed", "to_jax", "to_numpy", "to_torch", "tracing", "unwrap", "wrap", "zeros"]
+__all__ = ["DEVICE", "Context", "Format", "Layout", "Tensor", "call", "env", "from_numpy", "jax", "jax_dtype", "jnp", "seed", "to_jax", "to_numpy", "to_torch", "tracing", "unwrap", "wrap", "zeros"]
