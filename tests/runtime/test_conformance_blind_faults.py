@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pluggy
 import pytest
@@ -115,3 +116,9 @@ def test_a_fault_is_found_and_named_and_without_it_the_backend_passes(fault, unf
 def test_faults_are_of_every_kind():
     kinds = [fault.kind for fault in FAULTS if fault.name not in WITHDRAWN]
     assert len(kinds) >= 14 and all(kinds.count(kind) >= 2 for kind in ("op", "attention", "device", "runner", "capability", "quantised"))
+
+
+def test_the_guide_tells_of_every_fault():
+    text = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `(\w+)`: [^|]+ \| `(\w+)` \| (\d) \| (found|missed)", text, re.MULTILINE)
+    assert sorted(row[:3] for row in told) == sorted((fault.name, fault.named, str(fault.level)) for fault in FAULTS)
