@@ -7,6 +7,8 @@ Never: touches a block other than the null block, or a row other than the null r
 
 from __future__ import annotations
 
+import logging
+import time
 from math import prod
 from typing import Any
 
@@ -14,6 +16,9 @@ import numpy as np
 import torch
 
 from oarlock.shapes import BIAS_BUCKET, StepKey
+
+log = logging.getLogger("oarlock.worker")
+SAY_S = 10.0  # between two words about how far it is
 
 
 def warm(runner: Any) -> None:
@@ -26,7 +31,11 @@ def warm(runner: Any) -> None:
         return
     keys = list(runner.policy.keys())
     (picks,) = runner.policy.table.out_rows
-    for key in keys:
+    said = time.monotonic()
+    for done, key in enumerate(keys):
+        if time.monotonic() - said > SAY_S:
+            said = time.monotonic()
+            log.info("warm-up: %d of %d shapes of a step have run", done, len(keys))
         every = _step(runner, key)
         _run(runner, "select", {"tokens": key.tokens, "picks": picks}, {"all": every["all"]})
     for rows in sorted({key.rows for key in keys} | {picks}):
