@@ -18,6 +18,7 @@ from oarlock.errors import EngineDead, InvalidParameter, OarlockError, QueueFull
 from oarlock.frontend.collect import Collector
 from oarlock.frontend.inputs import InputProcessor
 from oarlock.frontend.outputs import OutputProcessor, RequestOutput, exception_for
+from oarlock.frontend.text_threads import in_text_thread
 from oarlock.messages import Abort, EngineInfo, EngineOutputs, EngineRequest, ErrorInfo, SchedulerStats
 from oarlock.sampling_params import SamplingParams
 
@@ -90,7 +91,7 @@ class AsyncLLM:
             max_tokens_param=max_tokens_param,
         )
         if _text_len(prompt) > THREAD_CHARS:
-            request, text = await asyncio.to_thread(make_request)
+            request, text = await in_text_thread(make_request)
             self._check_open()  # the world may have changed meanwhile
         else:
             request, text = make_request()

@@ -140,8 +140,12 @@ def _items(name: str, value: object, what: str) -> tuple[Any, ...]:
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     """Non-negative ids, duplicates dropped, order kept. That they lie in the vocabulary is checked where it is known."""
-    ids = (_integer(name, item, 0, remedy="list token ids of the model's vocabulary") for item in _items(name, value, "token ids"))
-    return tuple(dict.fromkeys(ids))
+    items = _items(name, value, "token ids")
+    if set(map(type, items)) <= {int}:  # PERF: a million may come in one request, and are checked again with every copy of it
+        items = tuple(dict.fromkeys(items))
+        if not items or (min(items) >= 0 and max(items) <= INT32_MAX):
+            return items
+    return tuple(dict.fromkeys(_integer(name, item, 0, remedy="list token ids of the model's vocabulary") for item in items))
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:

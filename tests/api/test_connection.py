@@ -15,6 +15,7 @@ from oarlock.server import body, connection
 from oarlock.server.errors import ApiError
 from oarlock.server.gate import send_error, send_json
 from oarlock.server.http import HttpServer
+from oarlock.server.state import BodyMemory
 from starlette.requests import Request
 
 pytestmark = pytest.mark.asyncio
@@ -27,12 +28,14 @@ class App:
     """Answers with the length of the body; answers /flood without end until the client is gone."""
 
     def __init__(self) -> None:
+        self.memory = BodyMemory(1 << 20)
         self.flooding = asyncio.Event()
         self.gone = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            raw = await body.read_body(Request(scope, receive), 1 << 20)
+            async with body.reading(Request(scope, receive), 1 << 20, self.memory) as raw:
+                pass
         except ApiError as error:
             await send_error(send, error)
             return
@@ -162,6 +165,33 @@ async def test_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch)
         streams = await connect()
         streams[1].write(HEAD + b"content-length: 10\r\n\r\n{")
         assert error_of(await rest(streams), 408)["code"] == "body_too_slow"
+
+
+async def test_large_bodies_together_are_bounded() -> None:
+    app = App()
+    free = BodyMemory.FREE_BYTES
+    app.memory.limit = 200_000
+    async with serving(app) as connect:
+        first, second, small = await connect(), await connect(), await connect()
+        first[1].write(HEAD + b"content-length: 200000\r\n\r\n" + bytes(199_999))
+        async with asyncio.timeout(5):
+            while app.memory.used != 199_999 - free:
+                await asyncio.sleep(0.01)
+        second[1].write(HEAD + b"content-length: 200000\r\n\r\n" + bytes(200_000))
+        answer = await rest(second)
+        assert error_of(answer, 429)["code"] == "queue_full" and b"retry-after: 1\r\n" in answer.lower()
+        small[1].write(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % free + bytes(free))
+        assert json.loads((await rest(small)).partition(b"\r\n\r\n")[2]) == {"bytes": free}
+        assert app.memory.used == 199_999 - free
+        first[1].write(b"x")
+        head = await first[0].readuntil(b"}")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        third = await connect()
+        third[1].write(HEAD + b"content-length: 100000\r\n\r\n" + bytes(90_000))
+        third[1].close()  # a body that is given up is freed as well
+        async with asyncio.timeout(5):
+            while app.memory.used:
+                await asyncio.sleep(0.01)
 
 
 async def test_client_that_reads_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -355,3 +355,55 @@ async def test_tokenize_bounds_its_text_before_it_costs_work() -> None:
         assert "1048576" in refused(await toy.http.post("/v1/completions", json=cut), "prompt")["message"]
         assert (await toy.http.post("/detokenize", json={"tokens": [97] * (1 << 20)})).json()["prompt"][-3:] == "aaa"
         assert "1048576" in refused(await toy.http.post("/detokenize", json={"tokens": [97] * ((1 << 20) + 1)}), "tokens")["message"]
+
+
+async def test_logprobs_of_a_batch_are_bounded_together() -> None:
+    """Each prompt alone has 2 × 2 entries, all of them 12: they are held until the last prompt is done."""
+    engine = EngineConfig(ModelConfig(MODEL, max_logprob_entries=11))
+    async with toy_server(says("hello"), engine=engine) as toy:
+        for fields, param in (({"prompt_logprobs": 1}, "prompt_logprobs"), ({"echo": True, "logprobs": 1}, "logprobs"), ({"logprobs": 1}, "logprobs")):
+            response = await toy.completion(prompt=["hi"] * 3, max_tokens=2, **fields)
+            message = refused(response, param)["message"]
+            assert "are 12," in message and "limit is 11" in message, message
+            assert (await toy.completion(prompt=["hi"] * 2, max_tokens=2, **fields)).status_code == 200
+        assert toy.state.num_entries == 0
+
+
+async def test_prompt_logprobs_of_all_open_requests_are_bounded() -> None:
+    engine = EngineConfig(ModelConfig(MODEL, max_logprob_entries=8))
+    async with toy_server(says("hello" * 10), engine=engine, step_s=0.02) as toy:
+        first = asyncio.create_task(toy.completion(prompt=[1, 2, 3], prompt_logprobs=1, max_tokens=40))
+        async with asyncio.timeout(5):
+            while not toy.state.num_entries:
+                await asyncio.sleep(0)
+        assert toy.state.num_entries == 6
+        response = await toy.completion(prompt=[1, 2], prompt_logprobs=1, max_tokens=1)
+        assert refused(response, None, 429)["code"] == "queue_full" and response.headers["retry-after"] == "1"
+        assert (await toy.completion(prompt=[1, 2], max_tokens=1)).status_code == 200
+        assert (await first).status_code == 200
+        assert (await toy.completion(prompt=[1, 2], prompt_logprobs=1, max_tokens=1)).status_code == 200
+        assert toy.state.num_entries == 0 and toy.state.num_prompts == 0
+
+
+async def test_lists_that_are_too_long_are_refused_before_their_entries_are_read() -> None:
+    server = ServerConfig(max_logit_bias=3, max_stop_strings=3, max_bad_words=3)
+    async with toy_server(says("hello"), server=server) as toy:
+        for name, value in (("logit_bias", {f"no id {i}": 1 for i in range(4)}), ("stop", [1] * 4), ("bad_words", [1] * 4)):
+            for send in (toy.completion, toy.chat):
+                assert f"{name} has 4 entries; the limit (--max-" in refused(await send(**{name: value}), name)["message"]
+
+
+async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    from oarlock.server import answer
+
+    seen = []
+    write = answer.encode
+    monkeypatch.setattr(answer, "encode", lambda value: seen.append((threading.current_thread(), value)) or write(value))
+    monkeypatch.setattr(answer, "THREAD_ENTRIES", 3)
+    async with toy_server(says("hello")) as toy:
+        for fields in ({"max_tokens": 3}, {"max_tokens": 4}, {"prompt_logprobs": 1, "max_tokens": 1}):
+            assert (await toy.completion(logprobs=0, **fields)).status_code == 200
+    threads = [thread for thread, value in seen if "choices" in value]
+    assert [thread is threading.main_thread() for thread in threads] == [True, False, False]

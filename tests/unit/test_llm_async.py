@@ -270,6 +270,37 @@ def test_long_text_is_tokenised_off_the_loop():
     run(test())
 
 
+def test_few_long_texts_are_tokenised_at_once():
+    import threading
+
+    from oarlock.frontend.text_threads import MAX_AT_ONCE
+
+    async def test():
+        async with Served(says("x")) as s:
+            lock, go = threading.Lock(), threading.Event()
+            at_once = [0]
+            encode = s.llm.tokenizer.encode
+
+            def slow(*args, **kwargs):
+                with lock:
+                    at_once[0] += 1
+                assert go.wait(10)
+                return encode(*args, **kwargs)
+
+            s.llm.tokenizer.encode = slow
+            params = SamplingParams(truncate_prompt_tokens=3, max_tokens=1)
+            tasks = [asyncio.create_task(collect(s.llm.generate("y" * (THREAD_CHARS + 1), params, str(i)))) for i in range(3 * MAX_AT_ONCE)]
+            await asyncio.sleep(0.1)
+            assert at_once[0] == MAX_AT_ONCE
+            tasks[-1].cancel()  # it has not begun, and never does
+            await asyncio.sleep(0)
+            go.set()
+            await asyncio.gather(*tasks[:-1])
+            assert at_once[0] == 3 * MAX_AT_ONCE - 1 and tasks[-1].cancelled()
+
+    run(test())
+
+
 def test_shutdown_waits_for_a_grace_then_ends_what_is_open():
     async def test():
         async with Served(says("x" * 60)) as s:

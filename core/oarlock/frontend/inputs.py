@@ -160,6 +160,23 @@ class InputProcessor:
         )
         return request, text
 
+    def check_together(self, requests: Sequence[EngineRequest]) -> int:
+        """Bound the logprobs of the prompts of one caller, whose results are held until the last one has come.
+
+        Returns the prompts' logprob entries, all together. Raises InvalidParameter as for a single request.
+        """
+        params, count = requests[0].params, len(requests)
+        tokens = sum(len(request.prompt_token_ids) for request in requests)
+        made = sum(self._most_tokens(request) for request in requests)
+        entries = self._check_logprob_entries("prompt_logprobs", params.prompt_logprobs, tokens, f"{tokens} tokens of {count} prompts")
+        self._check_logprob_entries("logprobs", params.logprobs, made, f"{made} tokens that {count} prompts may get")
+        return entries
+
+    def _most_tokens(self, request: EngineRequest) -> int:
+        params = request.params
+        each = self.info.max_model_len - len(request.prompt_token_ids) if params.max_tokens is None else params.max_tokens
+        return params.num_branches * each
+
     def tokenize(self, text: Any, *, add_special_tokens: bool = True, param: str = "prompt", bounded: bool = True) -> list[int]:
         """Token ids of `text`, never empty, after the checks that are cheaper than tokenising. Raises RequestError naming `param`.
 
@@ -291,7 +308,8 @@ class InputProcessor:
         )
         for name, number, cap, what in caps:
             if cap is not None and number is not None and number > cap:
-                raise InvalidParameter(f"{name}: {number:g} {what}".rstrip() + f", but the limit here is {cap:g}; send less.", param=name)
+                shown = f"{number:g}" if isinstance(number, float) else str(number)
+                raise InvalidParameter(f"{name}: {shown} {what}".rstrip() + f", but the limit here is {cap:g}; send less.", param=name)
         vocab_size = self.info.vocab_size
         for name in ("logprobs", "prompt_logprobs"):
             number = getattr(params, name)
@@ -305,12 +323,12 @@ class InputProcessor:
                     param=name,
                 )
 
-    def _check_logprob_entries(self, name: str, asked: int | None, positions: int, what: str) -> None:
-        """Entries are held for the whole request, so their number is bounded before it costs anything."""
+    def _check_logprob_entries(self, name: str, asked: int | None, positions: int, what: str) -> int:
+        """Entries are held for the whole request, so their number is bounded before it costs anything, and returned."""
         cap, vocab_size = self.limits.max_logprob_entries, self.info.vocab_size
         entries = 0 if asked is None else vocab_size if asked < 0 else min(asked + 1, vocab_size)  # the token itself is one more
         if positions * entries <= cap:
-            return
+            return positions * entries
         each = f"at most {cap // positions - 1} entries, or for " if cap >= positions else ""
         raise InvalidParameter(
             f"{name} is {asked}{' (the whole vocabulary)' if asked == -1 else ''}: {entries} entries for each of {what} are {positions * entries}, "

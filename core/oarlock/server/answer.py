@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import functools
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from starlette.responses import Response
 
 from oarlock.errors import EngineDead
 from oarlock.frontend.outputs import RequestOutput
+from oarlock.frontend.text_threads import in_text_thread
 from oarlock.sampling_params import SamplingParams
 from oarlock.server.errors import ApiError, from_exception, from_info
 from oarlock.server.gate import Receive, Scope, Send, response_start, send_error, send_json
@@ -27,6 +29,7 @@ from oarlock.server.state import OpenRequest, ServerState
 
 DONE = b"data: [DONE]\n\n"
 THREAD_CHARS = 20_000  # more text than this in a batch is tokenised in a thread, so that streams go on
+THREAD_ENTRIES = 10_000  # an answer of more logprobs is written in a thread, for the same reason
 encode = msgspec.json.Encoder().encode
 
 
@@ -109,31 +112,36 @@ class Answer(Response, abc.ABC):
 
     async def _whole(self, opened: OpenRequest, send: Send) -> None:
         try:
-            await self._check_batch()
+            await self._check_batch(opened)
             outputs = await self._results()
             for output in outputs:
                 self._count_prompt(output)
                 self._count_finished(output, sum(len(choice.token_ids) for choice in output.outputs), _reasons(output))
-            body = encode(
-                {
-                    "id": self.answer_id,
-                    "object": self.object_name,
-                    "created": self.created,
-                    "model": self.state.names[0],
-                    **self.choices(outputs),
-                    "usage": self.usage.payload(),
-                    "system_fingerprint": None,
-                }
-            )
+            positions = sum(len(choice.logprobs or ()) for output in outputs for choice in output.outputs)
+            large = opened.entries + positions > THREAD_ENTRIES
+            body = await in_text_thread(functools.partial(self._body, outputs)) if large else self._body(outputs)
         except BaseException as exc:  # noqa: BLE001  whatever it is, the client is told or the exception goes on
             await send_error(send, self._failure(opened, exc))
             return
         await send_json(send, 200, body, self._extra.items())
 
+    def _body(self, outputs: list[RequestOutput]) -> bytes:
+        return encode(
+            {
+                "id": self.answer_id,
+                "object": self.object_name,
+                "created": self.created,
+                "model": self.state.names[0],
+                **self.choices(outputs),
+                "usage": self.usage.payload(),
+                "system_fingerprint": None,
+            }
+        )
+
     async def _stream(self, opened: OpenRequest, send: Send) -> None:
         started = False
         try:
-            await self._check_batch()
+            await self._check_batch(opened)
             async with contextlib.aclosing(self._events()) as events:
                 async for event in events:
                     if not started:
@@ -180,18 +188,22 @@ class Answer(Response, abc.ABC):
             param=self.prompt_param,
         )
 
-    async def _check_batch(self) -> None:
-        """Check and tokenise every prompt of a batch before the first one costs anything. Raises RequestError."""
-        if len(self.prompts) > 1:
+    async def _check_batch(self, opened: OpenRequest) -> None:
+        """Check and tokenise every prompt of a batch before the first one costs anything. Raises RequestError, or 429 for want of memory."""
+        if len(self.prompts) > 1 or self.params.prompt_logprobs is not None:
             long = sum(map(len, self.prompts)) > THREAD_CHARS
-            self._inputs = await asyncio.to_thread(self._token_ids) if long else self._token_ids()
+            self._inputs, entries = await in_text_thread(self._token_ids) if long else self._token_ids()
+            self.state.hold(opened, entries)
 
-    def _token_ids(self) -> list[Any]:
-        make, options = self.state.llm.processor.make_request, self.options
-        return [
-            make(prompt, self.params, engine_id, add_special_tokens=options.add_special_tokens, param=self.prompt_param)[0].prompt_token_ids
+    def _token_ids(self) -> tuple[list[Any], int]:
+        """Every prompt's ids, and how many prompt logprobs the answer holds."""
+        processor, options = self.state.llm.processor, self.options
+        requests = [
+            processor.make_request(prompt, self.params, engine_id, add_special_tokens=options.add_special_tokens, param=self.prompt_param)[0]
             for prompt, engine_id in zip(self.prompts, self._engine_ids, strict=True)
         ]
+        entries = processor.check_together(requests)
+        return [request.prompt_token_ids for request in requests], entries
 
     async def _result(self, index: int) -> RequestOutput:
         engine_id = self._engine_ids[index]

@@ -7,7 +7,6 @@ Never: starts or stops anything.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib
 import inspect
@@ -26,6 +25,7 @@ from oarlock import extensions
 from oarlock.config.sections import ServerConfig
 from oarlock.errors import ConfigError, PluginError, RequestError
 from oarlock.frontend.conversation import read_messages
+from oarlock.frontend.text_threads import in_text_thread
 from oarlock.server import metrics
 from oarlock.server.body import checked_body
 from oarlock.server.chat import create_chat_completion
@@ -173,7 +173,7 @@ async def tokenize(request: Request, state: ServerState) -> Response:
         raise bad("prompt" if "prompt" in values else "messages", f"The text has {len(text)} characters, the limit is {limit}; tokenize it in pieces.")
     special = values.get("add_special_tokens", "prompt" in values)
     if len(text) > THREAD_CHARS:
-        ids = await asyncio.to_thread(tokenizer.encode, text, special)
+        ids = await in_text_thread(functools.partial(tokenizer.encode, text, special))
     else:
         ids = tokenizer.encode(text, special)
     body: dict[str, Any] = {"count": len(ids), "max_model_len": state.info.max_model_len, "tokens": ids}
@@ -189,7 +189,7 @@ async def detokenize(request: Request, state: ServerState) -> Response:
     if len(ids) > limit:
         raise bad("tokens", f"tokens has {len(ids)} entries, the limit is {limit}; detokenize them in pieces.")
     decode = functools.partial(tokenizer.decode, ids, skip_special_tokens=False)
-    return reply({"prompt": await asyncio.to_thread(decode) if len(ids) > THREAD_CHARS else decode()}, headers=headers)
+    return reply({"prompt": await in_text_thread(decode) if len(ids) > THREAD_CHARS else decode()}, headers=headers)
 
 
 def _tokenizer(state: ServerState) -> Any:

@@ -19,6 +19,8 @@ from oarlock.model_summary import ModelSummary
 from oarlock.server.errors import ApiError, bad, queue_full, unavailable
 from oarlock.server.metrics import ServerMetrics
 
+MAX_BODIES = 8  # of the largest size, read at once
+
 
 class Phase(enum.Enum):
     LOADING = "loading"
@@ -30,10 +32,11 @@ class Phase(enum.Enum):
 class OpenRequest:
     """One HTTP request that generates. Its work runs in `task`; `end` stops it for a reason that the client is told."""
 
-    __slots__ = ("error", "request_id", "task")
+    __slots__ = ("entries", "error", "request_id", "task")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.entries = 0  # prompt logprobs that its answer holds
         self.task: asyncio.Task[None] | None = None
         self.error: ApiError | None = None  # None while it runs, and when the client hung up
 
@@ -42,6 +45,36 @@ class OpenRequest:
             self.error = error
         if self.task is not None:
             self.task.cancel()
+
+
+class BodyMemory:
+    """Bytes of the request bodies that are being read or parsed, beyond the first FREE_BYTES of each.
+
+    So bodies of the usual size are read however many large ones are on their way, and these cannot fill the memory.
+    """
+
+    FREE_BYTES = 64 << 10
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self.turn = asyncio.Lock()  # large bodies are parsed one at a time, so that others are served in between
+
+    def grow(self, before: int, after: int) -> None:
+        """A body of `before` bytes has become one of `after`. Raises 429, and counts nothing, where there is no room for it."""
+        more = self._counted(after) - self._counted(before)
+        if more and self.used + more > self.limit:
+            text = f"The large request bodies that are being read have {self.used} of {self.limit} bytes; try again."
+            headers = {"Retry-After": "1", "Connection": "close"}  # the rest is not read
+            raise ApiError(429, text, "rate_limit_error", None, "queue_full", headers)
+        self.used += more
+
+    def free(self, size: int) -> None:
+        """A body of `size` bytes is held no longer."""
+        self.used -= self._counted(size)
+
+    def _counted(self, size: int) -> int:
+        return max(0, size - self.FREE_BYTES)
 
 
 class ServerState:
@@ -57,6 +90,8 @@ class ServerState:
         self.idle = asyncio.Event()
         self.idle.set()
         self.num_prompts = 0  # prompts inside: waiting or running
+        self.num_entries = 0  # prompt logprobs that open requests' answers hold
+        self.bodies = BodyMemory(MAX_BODIES * server.max_body_bytes)
         self.heard_s = 0.0  # time.monotonic() of the engine's last message, or of the first prompt after a pause
         # Set by `ready`:
         self.llm: Any = None
@@ -125,8 +160,18 @@ class ServerState:
     def leave(self, opened: OpenRequest, num_prompts: int) -> None:
         self.open.discard(opened)
         self.num_prompts -= num_prompts
+        self.num_entries -= opened.entries
         if not self.open:
             self.idle.set()
+
+    def hold(self, opened: OpenRequest, entries: int) -> None:
+        """Count the prompt logprobs of an open request until it leaves. Raises 429 where all together would be too many."""
+        limit = self.engine.model.max_logprob_entries
+        if entries and self.num_entries + entries > limit:
+            text = f"prompt_logprobs: open requests hold {self.num_entries} of {limit} entries (--max-logprob-entries), and this one asks for {entries}"
+            raise queue_full(f"{text}; try again.", retry_after_s=1)
+        opened.entries = entries
+        self.num_entries += entries
 
     def end_all(self, error: ApiError) -> None:
         """Stop every open request; each client is sent `error`."""

@@ -67,8 +67,8 @@ OPTIONS: tuple[Option, ...] = (
         "max-logprobs", "int", 20, "Most logprobs that a request may ask for; -1: no cap.", "model.max_logprobs", low=-1,
     ),
     _option(
-        "max-logprob-entries", "int", 1 << 23, "Most logprobs of one request, all its positions together: (prompt_logprobs + 1) × prompt tokens, "
-        "and (logprobs + 1) × max_tokens × choices.", "model.max_logprob_entries", low=1,
+        "max-logprob-entries", "int", 1 << 23, "Most logprobs of one request, all its prompts' positions together: (prompt_logprobs + 1) × prompt "
+        "tokens, and (logprobs + 1) × max_tokens × choices. Also the most prompt logprobs of all open HTTP requests together.", "model.max_logprob_entries", low=1,
     ),
     _option(
         "disable-sliding-window", "bool", False, "Full attention in every layer; the context is capped to the window.",
