@@ -76,13 +76,13 @@ def compile_lines(found: dict[str, Any]) -> tuple[list[str], bool]:
     copies = sum(p["cache_copies"] or 0 for p in programs)
     unread = [p["program"] for p in programs if p["cache_copies"] is None]
     wide = [p["program"] for p in programs if p["has_wide_numbers"]]
-    fits = heaviest <= per
+    fits = heaviest <= min(planned, per)
     lines = [
         f"### {found['topology']}, {found['chips']} device{'s' if found['chips'] > 1 else ''}",
         "",
         f"- plan: weights {plan['weights'] / GIB:.2f} GiB, activations {plan['activations'] / GIB:.2f}, KV cache {plan['KV cache'] / GIB:.2f}, "
         + f"{found['num_blocks']} blocks of {found['block_size']} tokens, of {found['available_bytes'] / GIB:.2f} GiB; a device's part is {planned / GIB:.2f}",
-        f"- largest program, a device: {heaviest / GIB:.2f} GiB of {per / GIB:.2f}: {'fits' if fits else '**does not fit**'}",
+        f"- largest program, a device: {heaviest / GIB:.2f} GiB: {'within the plan' if fits else '**beyond the plan**'}",
         f"- whole-cache copies: {copies}; programs with 64-bit numbers: {', '.join(wide) or 'none'}"
         + (f"; not readable by this jaxlib, so not searched: {', '.join(unread)}" if unread else ""),
         f"- {len(programs)} programs, {sum(p['cpu_seconds'] for p in programs):.0f} s of a processor in all",

@@ -10,7 +10,7 @@ import pytest
 
 from oarlock_tpu import host
 
-HEAVY = ("test_tpu_kernel", "test_tpu_device", "test_tpu_compile", "test_tpu_spmd")
+HEAVY = ("test_tpu_kernel", "test_tpu_compile", "test_tpu_spmd")
 LACKING = [name for name in ("jax", "torchax", "libtpu") if importlib.util.find_spec(name) is None]
 
 

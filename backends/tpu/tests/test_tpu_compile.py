@@ -30,7 +30,7 @@ def test_every_program_of_a_small_model_compiles_without_a_copy_of_the_cache(tmp
         if p["program"] == "forward":
             regions = 1 if p["axes"]["rows"] == p["axes"]["decode_rows"] else 2
             assert p["kernels"] == regions and p["cache_copies"] == 0  # one kernel a region, whatever the number of layers
-            assert p["donated_bytes"] > 0.99 * (p["argument_bytes"] - p["temporary_bytes"]) - 2**26
+            assert p["donated_bytes"] > 0.95 * p["argument_bytes"]  # the cache; the weights are small
             assert (p["all_reduces"] > 0) is (chips > 1)
 
 
