@@ -301,3 +301,15 @@ def test_a_device_packs_a_scheme_once() -> None:
     prepare = {"linear_int4": lambda weight: packed.append(set(weight)) or "packed", "linear": lambda weight: pytest.fail("not a plain weight")}
     loader = WeightLoader(Files(tensors), Host(), torch.float32, 0, 1, prepare, Gptq(settings))  # type: ignore[arg-type]
     assert loader.load([linear("q")]) == {"a": {"int4": "packed"}} and packed == [{"codes", "scales"}]
+
+
+@pytest.mark.parametrize("pattern", ["(((", "a{99999999999}", "*"])
+def test_what_is_no_regular_expression_is_said_before_a_layer_is_made(pattern: str) -> None:
+    settings = json.loads(json.dumps(KINDS["packed-8"]))
+    with pytest.raises(ValueError, match="ignore has .* no regular expression"):
+        CompressedTensors({**settings, "ignore": ["re:" + pattern]})
+    settings["config_groups"]["group_0"]["targets"] = ["re:" + pattern]
+    with pytest.raises(ValueError, match="targets has .* no regular expression"):
+        CompressedTensors(settings)
+    with pytest.raises(ValueError, match="dynamic has .* no regular expression"):
+        Gptq({"bits": 4, "dynamic": {"-:" + pattern: {}}})

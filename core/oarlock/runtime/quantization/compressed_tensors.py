@@ -22,6 +22,7 @@ import torch
 
 from oarlock.backend_api.runtime import LinearFormat, Quantization, QuantizedWeight, StoredTensor
 from oarlock.runtime.quantization.packing import unpack_words, words_for
+from oarlock.runtime.quantization.patterns import check_pattern
 
 FP8 = torch.float8_e4m3fn
 READ = "pack-quantized (4 and 8 bits), int-quantized (8 bits) and float-quantized (8 bits)"
@@ -127,6 +128,12 @@ class CompressedTensors(Quantization):
         self._groups: list[tuple[tuple[str, ...], CompressedFormat | None]] = [
             (tuple(group.get("targets") or ("Linear",)), _format(name, group, settings.get("format"))) for name, group in groups.items()
         ]
+        for where, targets in (("ignore", self._ignore), *(("targets", targets) for targets, _ in self._groups)):
+            for target in targets:
+                if not isinstance(target, str):
+                    raise ValueError(f"{where} has {target!r:.80}; names of modules are needed")  # noqa: TRY004  as above
+                if target.startswith("re:"):
+                    check_pattern(target[3:], where)
 
     def linear(self, prefix: str, is_head: bool) -> LinearFormat | None:
         """Modules by name or regular expression before modules by class."""

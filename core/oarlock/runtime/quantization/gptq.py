@@ -20,6 +20,7 @@ import torch
 
 from oarlock.backend_api.runtime import LinearFormat, Quantization, QuantizedWeight, StoredTensor
 from oarlock.runtime.quantization.packing import unpack_words, words_for
+from oarlock.runtime.quantization.patterns import check_pattern
 from oarlock.runtime.quantization.schemes import INT4_ZERO
 
 BITS = (2, 3, 4, 8)
@@ -97,6 +98,8 @@ class Gptq(Quantization):
             raise ValueError(f"checkpoint_format {layout!r} is not read; gptq and gptq_v2 are")
         self._zero_offset = 1 if layout == "gptq" else 0
         self._dynamic = settings.get("dynamic") or {}
+        for rule in self._dynamic:
+            check_pattern(rule[2:] if rule[:2] in ("-:", "+:") else rule, "dynamic")
         named = settings.get("modules_in_block_to_quantize") or []
         self._only = tuple(name for entry in named for name in (entry if isinstance(entry, list) else [entry]))
         self._make(settings)  # says early what is wrong
