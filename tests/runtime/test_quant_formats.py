@@ -175,6 +175,12 @@ def test_a_tensor_that_is_missing_or_wrong_is_named(kind: str, change: dict[str,
         assert word in str(caught.value)
 
 
+def test_settings_without_a_quantised_tensor_are_refused() -> None:
+    settings, _ = made("gptq-4")
+    with pytest.raises(WeightMismatch, match="say that q and others are quantised, but every linear of the checkpoint is a plain tensor"):
+        loaded(settings, {"q.weight": torch.zeros(32, 64)}, linear("q"))
+
+
 def test_a_bias_of_zeros_that_the_model_has_not_is_left_out() -> None:
     settings, tensors = made("gptq-4")
     assert set(loaded(settings, {**tensors, "q.bias": torch.zeros(32)}, linear("q"))["a"]) == {"int4"}
@@ -313,3 +319,14 @@ def test_what_is_no_regular_expression_is_said_before_a_layer_is_made(pattern: s
         CompressedTensors(settings)
     with pytest.raises(ValueError, match="dynamic has .* no regular expression"):
         Gptq({"bits": 4, "dynamic": {"-:" + pattern: {}}})
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(?:(?:x|a*)b?)*c", "(.*)*", "((a{2,})b)+", "x" * 5000])
+def test_a_pattern_that_may_match_for_ever_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="dynamic has .* may take for ever"):
+        Gptq({"bits": 4, "dynamic": {"-:" + pattern: {}}})
+
+
+@pytest.mark.parametrize("pattern", [r".*\.(?:1[0-9]|[2-9])\..*(?:up|down)_proj", r"model\.layers\.\d+\..*", "(?:ab){2,3}x+"])
+def test_usual_patterns_are_taken(pattern: str) -> None:
+    Gptq({"bits": 4, "dynamic": {"-:" + pattern: {}}})

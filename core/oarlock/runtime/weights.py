@@ -129,8 +129,10 @@ class WeightLoader:
         names, found, used = self.source.names(), [], set()
         unused_biases: set[str] = set()
         experts: dict[Any, str] = {}
+        is_any_quantised = False
         for spec in specs:
             formats = self._formats(spec)
+            is_any_quantised |= formats is not None
             if spec.stack and self.quantised is not None:
                 scheme = self.quantised.scheme(spec, formats) if formats is not None else "plain"
                 if experts.setdefault(spec.path[:-1], scheme) != scheme:
@@ -147,6 +149,11 @@ class WeightLoader:
                 raise WeightMismatch(f"the checkpoint lacks {missing[0]}, needed for {'.'.join(map(str, spec.path))}" + (f"; it has {near}" if near else ""))
             found.append(spec)
             used.update(sources)
+        if self.quantised is not None and self.quantised.plain and not is_any_quantised:
+            raise WeightMismatch(
+                f"its settings say that {self.quantised.plain} and others are quantised, but every linear of the checkpoint is a plain tensor; "
+                "take quantization_config out of config.json, or use the files that belong to it"
+            )
         left = sorted(n for n in names - used if not n.endswith(IGNORED) and not KV_SCALE.search(n))
         # Older quantisers gave every linear a bias, of zeros where the model has none.
         left = [n for n in left if n not in unused_biases or bool(self.source.get(n).any())]

@@ -29,6 +29,7 @@ class QuantizedReader:
 
     def __init__(self, quantization: Quantization, names: set[str], is_dummy: bool, rank: int, size: int) -> None:
         self.quantization, self.checkpoint, self.is_dummy, self.rank, self.size = quantization, names, is_dummy, rank, size
+        self.plain = ""  # a linear that the settings call quantised and the checkpoint keeps plain
         self.under: dict[str, set[str]] = {}  # module -> what it has: {"qweight", "scales", ...}
         for name in names:
             module, _, last = name.rpartition(".")
@@ -61,6 +62,7 @@ class QuantizedReader:
                 return None
             # Settings seldom say that routers and the like were left out; a weight without scales beside it does.
             if "weight" in self.under.get(prefix, ()) and self.under[prefix] <= {"weight", "bias"}:
+                self.plain = self.plain or prefix
                 return None
             found.tensors(*_sizes(spec, at))
         except ValueError as error:
