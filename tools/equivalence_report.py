@@ -3,6 +3,7 @@
     .venv/bin/python tools/equivalence_report.py [pytest arguments]
 
 Without arguments everything runs (families x features x devices and the real models); with some, what they select, and the page says so.
+With pytest-xdist installed, `-n 2 --dist worksteal` takes two processes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from importlib.metadata import version
@@ -34,8 +34,11 @@ class Collector:
         self.seconds: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.failures: list[str] = []
+        self.ties: list[str] = []  # near-ties that were excused
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "teardown":
+            self.ties += [value for name, value in report.user_properties if name == "near_tie"]
         if report.when != "call" and report.passed:
             return
         case = dict(report.user_properties).get("case")
@@ -48,11 +51,6 @@ class Collector:
             self.failures.append(report.nodeid)
 
 
-def near_ties() -> list[str]:
-    """Those that the tests have excused."""
-    return list(getattr(sys.modules.get("checkpoints"), "NEAR_TIES", []))
-
-
 def state_of_the_tree() -> str:
     """The commit, and what differs from it."""
 
@@ -60,7 +58,7 @@ def state_of_the_tree() -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "core", "backends", "plugins", "tests/e2e", "tests/runtime")
-    files = sorted(line[3:] for line in changed.splitlines())
+    files = sorted(line.split(maxsplit=1)[1] for line in changed.splitlines())
     return git("rev-parse", "HEAD") + (f", with changes in {', '.join(files)}" if files else "")
 
 
@@ -87,7 +85,6 @@ def table(found: Collector) -> list[str]:
 
 def page(found: Collector, command: str, started: float, commit: str, load: float) -> str:
     counts = Counter(found.results.values())
-    ties = near_ties()
     lines = [
         "# Equivalence",
         "",
@@ -103,7 +100,7 @@ def page(found: Collector, command: str, started: float, commit: str, load: floa
         f"- duration: {(time.time() - started) / 60:.1f} minutes (load {load:.1f} at the start)",
         f"- machine: {processor()}",
         f"- torch {version('torch')}, transformers {version('transformers')}, Python {platform.python_version()}",
-        f"- {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped, {len(ties)} near-ties excused",
+        f"- {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped, {len(found.ties)} near-ties excused",
         *table(found),
         "",
         "## Skipped",
@@ -116,7 +113,7 @@ def page(found: Collector, command: str, started: float, commit: str, load: floa
         "",
         "## Near-ties excused",
         "",
-        *([f"- {tie}" for tie in ties] or ["None."]),
+        *([f"- {tie}" for tie in found.ties] or ["None."]),
         "",
     ]
     return "\n".join(lines)
