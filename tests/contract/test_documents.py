@@ -142,7 +142,7 @@ def test_hints_name_the_sources_that_this_version_has():
 
 
 def test_make_serve_passes_flags_on():
-    command = ["make", "-n", "serve", "MODEL=x.gguf", "ARGS=--max-model-len 2048 --log-level debug"]
+    command = ["make", "--no-print-directory", "-n", "serve", "MODEL=x.gguf", "ARGS=--max-model-len 2048 --log-level debug"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert shown.rstrip().endswith("--max-model-len 2048 --log-level debug") and "x.gguf" in shown
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-os.environ["OARLOCK_TPU_ON_HOST"] = "1"
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "compile_for_tpu.py"
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-
-os.environ["OARLOCK_TPU_ON_HOST"] = "1"
 
 import numpy as np
 import pytest
