@@ -83,7 +83,7 @@ def table(found: Collector) -> list[str]:
     return lines
 
 
-def page(found: Collector, command: str, started: float, commit: str, load: float) -> str:
+def page(found: Collector, command: str, started: float, commit: str, load: float, *, interrupted: bool) -> str:
     counts = Counter(found.results.values())
     lines = [
         "# Equivalence",
@@ -101,6 +101,7 @@ def page(found: Collector, command: str, started: float, commit: str, load: floa
         f"- machine: {processor()}",
         f"- torch {version('torch')}, transformers {version('transformers')}, Python {platform.python_version()}",
         f"- {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped, {len(found.ties)} near-ties excused",
+        *(["- **interrupted**: what is empty below did not run"] if interrupted else []),
         *table(found),
         "",
         "## Skipped",
@@ -129,7 +130,7 @@ def main() -> int:
     commit, started, load, found = state_of_the_tree(), time.time(), os.getloadavg()[0], Collector()
     status = pytest.main(["--full", "-q", *tests, *rest], plugins=[found])
     command = shlex.join(["python", "tools/equivalence_report.py", *rest])
-    known.output.write_text(page(found, command, started, commit, load), encoding="utf-8")
+    known.output.write_text(page(found, command, started, commit, load, interrupted=status == pytest.ExitCode.INTERRUPTED), encoding="utf-8")
     print(f"wrote {known.output}")
     return int(status)
 
