@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +44,15 @@ def test_memory_is_planned_and_said_before_a_tensor_is_read(checkpoint, monkeypa
         run(tiny, tiny.prompts(3), new_tokens=2)
     assert said_before_read and all(said_before_read)
     assert caplog.text.count("memory plan") == 1
+
+
+def test_on_a_terminal_a_bar_shows_how_far_loading_is(checkpoint, monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", shown)
+    tiny = checkpoint("llama")
+    assert run(tiny, tiny.prompts(3), new_tokens=2)
+    assert "loading weights" in shown.getvalue() and "tensor" in shown.getvalue()
 
 
 def test_plan_that_cannot_be_is_refused_before_a_tensor_is_read(checkpoint, monkeypatch):

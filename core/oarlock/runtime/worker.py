@@ -222,7 +222,7 @@ class Worker:
             return sum(table.nbytes for table in self.model.tables(self.summary.max_model_len).values())
 
     def _load(self, loader: WeightLoader, specs: list[WeightSpec]) -> None:
-        self.weights = loader.load(specs, lambda s: progress(s, "loading weights", self.rank))
+        self.weights = loader.load(specs, progress if self.rank == 0 else lambda unseen: unseen)
         if "lm_head" not in self.weights and "embed" in self.weights:
             tied = self.weights["embed"]["weight"]
             prepare = self.ops.prepare.get("lm_head")
