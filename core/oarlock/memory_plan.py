@@ -109,10 +109,9 @@ def plan_memory(
     Raises:
         ConfigError: one request of `max_model_len` does not fit; says needed, available and the largest length that fits.
     """
-    wanted = _most_blocks(needs, max_num_seqs, max_model_len, chunk_tokens, step_tokens)
-    kv_bytes, limit = _kv_budget(needs, (wanted + 1) * needs.bytes_per_block, kv_cache_bytes, utilization)
-    if limit is None:
-        limit = f"{max_num_seqs} sequences of {max_model_len} tokens need no more"
+    most = _most_blocks(needs, max_num_seqs, max_model_len, chunk_tokens, step_tokens)
+    enough = (most + 1) * needs.bytes_per_block, f"{max_num_seqs} sequences of {max_model_len} tokens need no more"
+    kv_bytes, limit = _kv_budget(needs, enough, kv_cache_bytes, utilization)
     if num_blocks_override is not None:
         num_blocks, limit = num_blocks_override + 1, f"--num-blocks-override {num_blocks_override}"
         _require_room(needs, num_blocks * needs.bytes_per_block, limit)
@@ -150,8 +149,8 @@ def activation_bytes(summary: ModelSummary, budget: int, max_num_seqs: int, item
     return budget * width * item + min(max_num_seqs, budget, 64) * summary.vocab_size * 4 * 8 + histories
 
 
-def _kv_budget(needs: MemoryNeeds, wanted: int, kv_cache_bytes: int | None, utilization: float | None) -> tuple[int, str | None]:
-    """(bytes for the KV cache, what bounds them). None: that nobody could use more than `wanted` bytes."""
+def _kv_budget(needs: MemoryNeeds, enough: tuple[int, str], kv_cache_bytes: int | None, utilization: float | None) -> tuple[int, str]:
+    """(bytes for the KV cache, what bounds them). `enough`: what nobody could use more than."""
     loaded = needs.weights_bytes + needs.activation_bytes + needs.program_bytes
     if kv_cache_bytes is not None:
         limit = f"--kv-cache-memory {gib(kv_cache_bytes)}"
@@ -160,8 +159,8 @@ def _kv_budget(needs: MemoryNeeds, wanted: int, kv_cache_bytes: int | None, util
     left = needs.available_bytes - loaded
     if needs.host_is_device and utilization is None:
         share = int(max(left, 0) * HOST_KV_SHARE)
-        if wanted <= share:
-            return wanted, None
+        if enough[0] <= share:
+            return enough
         return share, f"{HOST_KV_SHARE:.0%} of the {gib(max(left, 0))} that the weights and activations leave"
     fraction = DEFAULT_UTILIZATION if utilization is None else utilization
     used_by_others = needs.total_bytes - needs.available_bytes

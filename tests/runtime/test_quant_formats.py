@@ -15,8 +15,7 @@ import numpy as np
 import oarlock.runtime.reference  # noqa: F401  registers core's ops
 import pytest
 import torch
-from oarlock.backend_api import Capabilities
-from oarlock.backend_api.runtime import Device, Quantization
+from oarlock.backend_api.runtime import Quantization
 from oarlock.conformance.quantised_models import KINDS, packed_words, quantise
 from oarlock.errors import WeightMismatch
 from oarlock.runtime.layers.spec import WeightSpec
@@ -25,6 +24,7 @@ from oarlock.runtime.quantization.gptq import Gptq
 from oarlock.runtime.quantization.packing import unpack_words
 from oarlock.runtime.quantization.schemes import DEQUANTISE
 from oarlock.runtime.weights import WeightLoader
+from test_models_sharding import Host
 
 FIXTURES = Path(__file__).with_name("quantised_fixtures")
 READERS: dict[str, type[Quantization]] = {"gptq": Gptq, "compressed-tensors": CompressedTensors}
@@ -62,19 +62,6 @@ class Files:
         return self.tensors[name]
 
     get_shaped = get
-
-
-class Host(Device):
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities()
-
-    def activate(self) -> None:
-        pass
 
 
 def loaded(settings: dict[str, Any], tensors: dict[str, torch.Tensor], spec: WeightSpec, rank: int = 0, size: int = 1) -> dict[str, Any]:

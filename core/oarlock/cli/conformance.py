@@ -79,13 +79,7 @@ def _stuck(show: Callable[[Any], None], report: Any) -> None:
 
 def _record(arguments: Any, selection: Any) -> int:
     """Write down the op calls of a model instead of testing."""
-    for name in ("level", "ops", "k", "full", "perf", "replay", "keep_going"):
-        if getattr(arguments, name):
-            shown = f"-{name}" if name == "k" else f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"--record writes down what a model calls and tests nothing, so {shown} would have no effect; leave it out",
-                option="--record",
-            )
+    _refuse_beside("--record", "writes down what a model calls", arguments, ("level", "ops", "k", "full", "perf", "replay", "keep_going"))
     if not arguments.out:
         raise ConfigError("--record needs --out FILE: where to write the calls", option="--out")
     data = importlib.import_module("oarlock.conformance.record").record(selection, arguments.record)
@@ -101,12 +95,7 @@ def _perf(arguments: Any, selection: Any, argv: Sequence[str]) -> int:
     """Measure instead of testing."""
     if arguments.format not in ("table", "json"):
         raise ConfigError(f"--perf --format {arguments.format}: figures come as table or json", option="--format")
-    for name in ("level", "full", "keep_going", "replay"):
-        if getattr(arguments, name):
-            raise ConfigError(
-                f"--perf measures and tests nothing, so --{name.replace('_', '-')} would have no effect; leave one of them out",
-                option="--perf",
-            )
+    _refuse_beside("--perf", "measures", arguments, ("level", "full", "keep_going", "replay"))
     perf = importlib.import_module("oarlock.conformance.perf")
     baseline = (
         importlib.import_module("oarlock.conformance.perf_report").read_baseline(arguments.baseline, selection.spec.name)
@@ -122,6 +111,14 @@ def _perf(arguments: Any, selection: Any, argv: Sequence[str]) -> int:
     Path(arguments.out).write_text(text + "\n", encoding="utf-8")
     print(f"{len(report.figures)} figures are in {arguments.out}")
     return 0
+
+
+def _refuse_beside(flag: str, does: str, arguments: Any, others: Sequence[str]) -> None:
+    """Raises ConfigError for a flag that chooses among tests, beside one that runs none."""
+    for name in others:
+        if getattr(arguments, name):
+            shown = f"-{name}" if name == "k" else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {does} and tests nothing, so {shown} would have no effect; leave one of them out", option=flag)
 
 
 def _names(text: str) -> tuple[str, ...]:

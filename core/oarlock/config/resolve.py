@@ -95,7 +95,9 @@ def from_kwargs(model: str | None = None, **kwargs: Any) -> Resolved:
         if option is None:
             raise TypeError(f"LLM(): {unknown(key, 'llm')}")
         if not option.offline:
-            raise TypeError(f"LLM(): {key} is the server's (oarlock serve {spelling(option.name, 'cli')}); offline there is nothing it would do")
+            raise TypeError(
+                f"LLM(): {key} is the server's (oarlock serve {spelling(option.name, 'cli')}); offline there is nothing it would do"
+            )
     values = kwargs if model is None else {"model": model, **kwargs}
     return resolve(values, origin="llm")
 
@@ -155,24 +157,26 @@ def check_relations(
     return warnings
 
 
+def tokens_per_step(scheduler: s.SchedulerConfig, max_model_len: int) -> int:
+    """Most tokens in one step, as asked or by default; `token_budget` says whether it can be."""
+    if scheduler.max_num_batched_tokens is not None:
+        return scheduler.max_num_batched_tokens
+    return max(DEFAULT_TOKEN_BUDGET, scheduler.max_num_seqs, 0 if scheduler.enable_chunked_prefill else max_model_len)
+
+
 def token_budget(scheduler: s.SchedulerConfig, max_model_len: int | None, origin: Origin = "cli") -> int:
     """Most tokens in one step: --max-num-batched-tokens, or its default for this context length (None: not known yet).
 
     Raises:
         ConfigError: the flag is below --max-num-seqs, or below the context length without chunked prefill.
     """
-    least = scheduler.max_num_seqs
-    if not scheduler.enable_chunked_prefill and max_model_len is not None:
-        least = max(least, max_model_len)
-    asked = scheduler.max_num_batched_tokens
-    if asked is None:
-        return max(DEFAULT_TOKEN_BUDGET, least)
+    asked = tokens_per_step(scheduler, max_model_len or 0)
     if asked < scheduler.max_num_seqs:
         raise ConfigError(
             f"{spelling('max-num-batched-tokens', origin)} {asked} is below {spelling('max-num-seqs', origin)} {scheduler.max_num_seqs}; "
             f"raise the first to {scheduler.max_num_seqs} or lower the second to {asked}"
         )
-    if asked < least:
+    if not scheduler.enable_chunked_prefill and asked < (max_model_len or 0):
         raise ConfigError(
             f"{spelling('max-num-batched-tokens', origin)} {asked} is below the context length {max_model_len}, and without chunked prefill "
             f"no prompt of that length could run; raise it, lower {spelling('max-model-len', origin)}, or leave chunked prefill on"

@@ -26,8 +26,9 @@ IGNORED = (
 )  # fmt: skip
 
 
-
 Read = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]  # (name, shape, dtype) -> a tensor as the checkpoint keeps it
+Formats = tuple[LinearFormat, ...] | None  # how each source of a quantised weight is stored; None: plainly
+Wanted = list[tuple[WeightSpec, Formats]]
 
 
 class Source(Protocol):
@@ -65,15 +66,14 @@ class WeightLoader:
         self.quantised = QuantizedReader(quantization, source.names(), source.is_dummy, rank, size) if quantization is not None else None
         self.bytes = 0
 
-    def load(self, specs: Iterable[WeightSpec], progress: Callable[[Iterable[WeightSpec]], Iterable[WeightSpec]] = lambda s: s) -> dict[str, Any]:
+    def load(self, specs: Iterable[WeightSpec], progress: Callable[[Wanted], Iterable[tuple[WeightSpec, Formats]]] = lambda s: s) -> dict[str, Any]:
         """The whole tree.
 
         Raises:
             WeightMismatch: a tensor is missing, has the wrong shape, or is left over; the message names it.
         """
         tree: dict[str, Any] = {}
-        for spec in progress(self.wanted(specs)):
-            formats = self._formats(spec)
+        for spec, formats in progress(self.wanted(specs)):
             if formats is not None and spec.kind != "lm_head":
                 self._load_quantised(tree, spec, formats)
                 continue
@@ -103,15 +103,14 @@ class WeightLoader:
         """Bytes of what `load` would place, by the first part of the path; nothing is read. Raises WeightMismatch as `load`."""
         found: dict[str, int] = {}
         known: dict[Any, int] = {}  # layers are alike
-        for spec in self.wanted(specs):
-            formats = self._formats(spec)
+        for spec, formats in self.wanted(specs):
             like = (spec.shapes, spec.shard, spec.transpose, spec.split, spec.heads, spec.stack, spec.stack_parts, spec.dtype, formats)
             if like not in known:
                 known[like] = self._measured(spec, formats)
             found[str(spec.path[0])] = found.get(str(spec.path[0]), 0) + known[like]
         return found
 
-    def _measured(self, spec: WeightSpec, formats: tuple[LinearFormat, ...] | None) -> int:
+    def _measured(self, spec: WeightSpec, formats: Formats) -> int:
         def meta(name: str, shape: tuple[int, ...], dtype: torch.dtype | None, is_index: bool = False) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
@@ -121,18 +120,13 @@ class WeightLoader:
             return self._head(spec, formats, meta).nbytes
         return sum(tensor.nbytes for tensor in self.quantised.weight(spec, formats, self._shard, meta).values())
 
-    def _formats(self, spec: WeightSpec) -> tuple[LinearFormat, ...] | None:
-        return self.quantised.formats(spec) if self.quantised is not None else None
-
-    def wanted(self, specs: Iterable[WeightSpec]) -> list[WeightSpec]:
-        """Those that the checkpoint has. Raises WeightMismatch for one that must be there, and for tensors that nothing wants."""
-        names, found, used = self.source.names(), [], set()
-        unused_biases: set[str] = set()
+    def wanted(self, specs: Iterable[WeightSpec]) -> Wanted:
+        """Those that the checkpoint has, and how it stores them. Raises WeightMismatch for one that must be there, and for tensors that nothing wants."""
+        names, used, unused_biases = self.source.names(), set[str](), set[str]()
+        found: Wanted = []
         experts: dict[Any, str] = {}
-        is_any_quantised = False
         for spec in specs:
-            formats = self._formats(spec)
-            is_any_quantised |= formats is not None
+            formats = self.quantised.formats(spec) if self.quantised is not None else None
             if spec.stack and self.quantised is not None:
                 scheme = self.quantised.scheme(spec, formats) if formats is not None else "plain"
                 if experts.setdefault(spec.path[:-1], scheme) != scheme:
@@ -147,9 +141,9 @@ class WeightLoader:
             if missing and not self.source.is_dummy:
                 near = ", ".join(sorted(n for n in names if n.split(".")[-2:] == missing[0].split(".")[-2:])[:3])
                 raise WeightMismatch(f"the checkpoint lacks {missing[0]}, needed for {'.'.join(map(str, spec.path))}" + (f"; it has {near}" if near else ""))
-            found.append(spec)
+            found.append((spec, formats))
             used.update(sources)
-        if self.quantised is not None and self.quantised.plain and not is_any_quantised:
+        if self.quantised is not None and self.quantised.plain and not any(formats for _, formats in found):
             raise WeightMismatch(
                 f"its settings say that {self.quantised.plain} and others are quantised, but every linear of the checkpoint is a plain tensor; "
                 "take quantization_config out of config.json, or use the files that belong to it"

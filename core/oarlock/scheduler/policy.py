@@ -9,18 +9,9 @@ from __future__ import annotations
 
 import hashlib
 
-from oarlock.config.resolve import DEFAULT_TOKEN_BUDGET
 from oarlock.config.sections import SchedulerConfig
 from oarlock.messages import EngineRequest
 from oarlock.request import Request
-
-
-def token_budget(config: SchedulerConfig, max_model_len: int) -> int:
-    """Most tokens in one step."""
-    if config.max_num_batched_tokens is not None:
-        return config.max_num_batched_tokens
-    whole_prompts = 0 if config.enable_chunked_prefill else max_model_len
-    return max(DEFAULT_TOKEN_BUDGET, config.max_num_seqs, whole_prompts)
 
 
 def priority_of(config: SchedulerConfig, source: EngineRequest) -> int:

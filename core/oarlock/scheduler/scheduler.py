@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from oarlock.config.resolve import tokens_per_step
 from oarlock.config.sections import SchedulerConfig
 from oarlock.errors import ConfigError, OarlockError
 from oarlock.kv.manager import KVCacheManager, PrefixHit
@@ -34,7 +35,7 @@ from oarlock.request import Branch, Request, Status
 from oarlock.scheduler.lifecycle import Lifecycle
 from oarlock.scheduler.limits import Limits
 from oarlock.scheduler.plan import StepPlan
-from oarlock.scheduler.policy import DelayGate, priority_of, seed_bits, token_budget
+from oarlock.scheduler.policy import DelayGate, priority_of, seed_bits
 from oarlock.scheduler.results import Results
 from oarlock.scheduler.stops import banned_tokens
 from oarlock.shapes import ShapePolicy
@@ -67,7 +68,7 @@ class Scheduler:
             )
         self._config, self._manager, self._policy = config, manager, policy
         self._max_model_len, self._seed, self._clock = max_model_len, seed, clock
-        self._budget = token_budget(config, max_model_len)
+        self._budget = tokens_per_step(config, max_model_len)
         self._limits = Limits(config, manager, policy, max_model_len, self._budget)
         self._life = Lifecycle(config, manager)
         self._delay = DelayGate(config.delay_factor)
