@@ -6,16 +6,20 @@ import dataclasses
 
 import pytest
 import torch
-from conformance_subjects import make_subject
+from conformance_subjects import CAPABILITIES, HostDevice, make_subject
 from oarlock.backend_api import AttentionSpec
 from oarlock.conformance import attention_level
 from oarlock.conformance.cases import Result, run_case
 from oarlock.runtime.reference import FunctionalReferenceAttention, ReferenceAttention
 
+KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
+CAPABILITIES_FP8 = dataclasses.replace(CAPABILITIES, kv_dtypes=KV_DTYPES)
+
 
 def results_of(cls: type[ReferenceAttention], dtype: str = "float32") -> list[Result]:
     globals()["_under_test"] = cls
-    subject = make_subject(attention=[AttentionSpec(name="mine", factory=f"{__name__}:_under_test", priority=1)])
+    spec = AttentionSpec(name="mine", factory=f"{__name__}:_under_test", priority=1, kv_dtypes=KV_DTYPES)
+    subject = make_subject(HostDevice(0, {"capabilities": CAPABILITIES_FP8}), attention=[spec])
     cases = [case for case in attention_level.cases() if case.quick and case.dtype == dtype]
     found = [run_case(case, subject, None) for case in cases]
     assert subject.attention_served == {dtype: "mine"}
@@ -119,9 +123,47 @@ class ComputesInHalf(ReferenceAttention):
         return super().attend(query.bfloat16(), tuple(t.bfloat16() for t in cache), metadata, params).to(query.dtype)
 
 
+class MultipliesInTf32(ReferenceAttention):
+    """Ten bits of the mantissa reach the products, as some matrix units have it unless told otherwise."""
+
+    def attend(self, query, cache, metadata, params):
+        if query.dtype != torch.float32 or cache[0].dtype != torch.float32:
+            return super().attend(query, cache, metadata, params)
+        short = [((t.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) for t in (query.contiguous(), *cache)]
+        return super().attend(short[0], tuple(short[1:]), metadata, params)
+
+
+class CutsWhatItKeeps(ReferenceAttention):
+    """Towards zero instead of to the nearest, in an 8-bit cache."""
+
+    def write_kv(self, cache, key, value, slots):
+        if cache[0].dtype.itemsize > 1:
+            return super().write_kv(cache, key, value, slots)
+        drop = 20 if cache[0].dtype == torch.float8_e4m3fn else 21
+        cut = [((t.contiguous().view(torch.int32) >> drop) << drop).view(torch.float32) for t in (key.float(), value.float())]
+        return super().write_kv(cache, *cut, slots)
+
+
+class LetsAnEightBitCacheOverflow(ReferenceAttention):
+    def write_kv(self, cache, key, value, slots):
+        if cache[0].dtype.itemsize > 1:
+            return super().write_kv(cache, key, value, slots)
+        for tensor, new in zip(cache, (key, value), strict=True):
+            tensor.view(-1, *tensor.shape[2:]).index_put_((slots,), new.to(tensor.dtype))
+        return cache
+
+
+class ReadsTheOtherEightBitFloat(ReferenceAttention):
+    def attend(self, query, cache, metadata, params):
+        if cache[0].dtype == torch.float8_e5m2:
+            cache = tuple(t.view(torch.float8_e4m3fn) for t in cache)
+        return super().attend(query, cache, metadata, params)
+
+
 WRONG = [
     NullBlockIsRead, FutureIsSeen, WindowIsOneWider, WindowIsIgnored, SoftcapIsIgnored, ScaleIsTheHeads, HeadsAreInterleaved, WritesOneSlotMore,
-    WritesValuesRounded, CopiesBackwards, PaddedRowsAreNaN, PaddedQueriesLeak, LosesTheFirstBlock, ComputesInHalf,
+    WritesValuesRounded, CopiesBackwards, PaddedRowsAreNaN, PaddedQueriesLeak, LosesTheFirstBlock, ComputesInHalf, MultipliesInTf32,
+    CutsWhatItKeeps, LetsAnEightBitCacheOverflow, ReadsTheOtherEightBitFloat,
 ]  # fmt: skip
 
 
@@ -142,5 +184,5 @@ def test_wrong_attention_fails(cls):
 
 
 def test_mistakes_of_windows_and_caps_fail_only_where_they_matter():
-    for cls, word in ((WindowIsOneWider, "window="), (SoftcapIsIgnored, "softcap="), (CopiesBackwards, "copies")):
+    for cls, word in ((WindowIsOneWider, "window="), (SoftcapIsIgnored, "softcap="), (CopiesBackwards, "copies"), (ReadsTheOtherEightBitFloat, "kv=fp8_e5m2")):
         assert all(word in r.id for r in results_of(cls) if r.is_bad), cls

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from oarlock.backend_api import Capabilities
-from oarlock.backend_api.runtime import Device
+from oarlock.backend_api.runtime import Device, few_buckets
 
 from oarlock_neuron import host, plugin, vendor
 
 _CHUNK_TOKENS = (128, 512)
-_CHUNK_ROWS = 4
 
 
 class NeuronDevice(Device):
@@ -62,22 +61,9 @@ class NeuronDevice(Device):
 
     def buckets(self, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> dict[str, tuple[int, ...]]:
         """Few shapes: each is a program that takes minutes to compile. Two widths of context, because attention reads all of it."""
-        tokens = _ascending(min(size, max_num_batched_tokens) for size in _CHUNK_TOKENS)
-        rows = min(_CHUNK_ROWS, max_num_seqs)
-        return {
-            "decode_rows": (max_num_seqs,),
-            "chunk_rows": (rows,),
-            "chunk_tokens": tokens,
-            "chunk_lens": (tokens[-1],),
-            "blocks": _ascending((-(-max_blocks // 4), max_blocks)),
-            "out_rows": (max_num_seqs + rows,),
-        }
+        return few_buckets(max_num_seqs, max_num_batched_tokens, max_blocks, chunk_tokens=_CHUNK_TOKENS)
 
     def describe(self) -> str:
         if self._simulated:
             return f"simulated on the host: a strict compiler in place of the vendor's, torch {torch.__version__}; no Neuron device"
         return vendor.describe(self.index)
-
-
-def _ascending(sizes: Any) -> tuple[int, ...]:
-    return tuple(sorted(set(sizes)))

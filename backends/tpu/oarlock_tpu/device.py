@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from oarlock.backend_api import Capabilities
-from oarlock.backend_api.runtime import Device
+from oarlock.backend_api.runtime import Device, few_buckets
 
 from oarlock_tpu import chips, host, plugin, vendor
 from oarlock_tpu.vendor import jax, jnp
 
 _CHUNK_TOKENS = (64, 512)
-_CHUNK_ROWS = 4
 
 
 class TpuDevice(Device):
@@ -103,22 +102,9 @@ class TpuDevice(Device):
         """Few sizes: each combination is compiled at start. A decode reads all weights, however many rows it has, and padded rows read no
         cache: one size of them serves up to a few tens.
         """
-        tokens = _ascending(min(size, max_num_batched_tokens) for size in _CHUNK_TOKENS)
-        rows = min(_CHUNK_ROWS, max_num_seqs)
-        return {
-            "decode_rows": _ascending((min(plugin.FEW_SEQS, max_num_seqs), max_num_seqs)),
-            "chunk_rows": (rows,),
-            "chunk_tokens": tokens,
-            "chunk_lens": (tokens[-1],),
-            "blocks": _ascending((-(-max_blocks // 4), max_blocks)),
-            "out_rows": (max_num_seqs + rows,),
-        }
+        return few_buckets(max_num_seqs, max_num_batched_tokens, max_blocks, decode_rows=(plugin.FEW_SEQS,), chunk_tokens=_CHUNK_TOKENS)
 
     def describe(self) -> str:
         if self._simulated:
             return f"simulated on JAX {jax.__version__}'s CPU, no TPU"
         return f"{self._chips.devices[0].device_kind}, {self._chips.count} chip{'s' if self._chips.count > 1 else ''}, JAX {jax.__version__}"
-
-
-def _ascending(sizes: Any) -> tuple[int, ...]:
-    return tuple(sorted(set(sizes)))

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
 
 import torch
 from oarlock.backend_api import Capabilities
-from oarlock.backend_api.runtime import Device
+from oarlock.backend_api.runtime import Device, few_buckets
 
 from oarlock_xpu import plugin, vendor
 
 log = logging.getLogger("oarlock.xpu")
 _CHUNK_TOKENS = (128, 512, 2048)
-_CHUNK_ROWS = 4
 
 
 class XpuDevice(Device):
@@ -75,21 +73,8 @@ class XpuDevice(Device):
         """Powers of two for decode rows, so that a step is at most doubled; few sizes elsewhere, for each combination is captured."""
         if self._graph_problem:
             return {}
-        tokens = _ascending(min(size, max_num_batched_tokens) for size in _CHUNK_TOKENS)
-        rows = min(_CHUNK_ROWS, max_num_seqs)
-        powers = [1 << n for n in range(max_num_seqs.bit_length()) if 1 << n < max_num_seqs]
-        return {
-            "decode_rows": _ascending((*powers, max_num_seqs)),
-            "chunk_rows": (rows,),
-            "chunk_tokens": tokens,
-            "chunk_lens": (tokens[-1],),
-            "blocks": _ascending((-(-max_blocks // 4), max_blocks)),
-            "out_rows": (max_num_seqs + rows,),
-        }
+        powers = (1 << n for n in range(max_num_seqs.bit_length()))
+        return few_buckets(max_num_seqs, max_num_batched_tokens, max_blocks, decode_rows=powers, chunk_tokens=_CHUNK_TOKENS)
 
     def describe(self) -> str:
         return f"{vendor.describe(self.index)}, {'programs captured' if not self._graph_problem else f'eager: {self._graph_problem}'}"
-
-
-def _ascending(sizes: Any) -> tuple[int, ...]:
-    return tuple(sorted(set(sizes)))

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
+import torch
+
 from oarlock.backend_api import Support
 from oarlock.backend_api.runtime import AttentionParams
 from oarlock.conformance.cases import Case, CheckFailed, Measure, worst
@@ -22,7 +24,7 @@ from oarlock.conformance.subject import DTYPES, Subject
 from oarlock.shapes import BucketTable, ShapePolicy
 
 LEVEL = 3
-LIMITS = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 5e-4}
+LIMITS = {"float32": 1e-9, "float16": 5e-4, "bfloat16": 5e-4}
 
 
 def padded(block_size: int) -> BucketTable:
@@ -47,11 +49,13 @@ class Setting:
     block_size: int | None = None
     window: int | None = None
     softcap: float | None = None
+    kv_dtype: str = "auto"
 
     def __str__(self) -> str:
         extra = "".join(f",{name}={value}" for name, value in (("window", self.window), ("softcap", self.softcap)) if value is not None)
         block = "" if self.block_size is None else f",block={self.block_size}"
-        return f"heads={self.heads}/{self.kv_heads},dim={self.head_dim}{block}{extra}"
+        kept = "" if self.kv_dtype == "auto" else f",kv={self.kv_dtype}"
+        return f"heads={self.heads}/{self.kv_heads},dim={self.head_dim}{block}{extra}{kept}"
 
     def params(self) -> AttentionParams:
         return AttentionParams(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5, self.window, self.softcap)
@@ -149,6 +153,7 @@ def padding(world: World, limit: float) -> Measure:
         world.block_size,
         ShapePolicy(padded(world.block_size)),
         seed=1,
+        kv_dtype=world.kv_dtype,
     )
     found = []
     for w in (world, other):
@@ -174,6 +179,13 @@ def extremes(world: World, limit: float) -> Measure:
     return worst([world.step(rows, limit)[0], world.step(dict.fromkeys(rows, 1), limit)[0]])
 
 
+def saturated(world: World, limit: float) -> Measure:
+    """Values beyond what an 8-bit float holds: the largest that it can stand for them."""
+    row = world.add(25)
+    world.rows[row].value *= float(torch.finfo(world.kept).max)
+    return worst([world.step({row: n}, limit)[0] for n in (24, 1)])
+
+
 def writes(world: World, limit: float) -> Measure:
     """What is written, without a program around it."""
     world.check_writes()
@@ -183,6 +195,8 @@ def writes(world: World, limit: float) -> Measure:
 Scenario = Callable[[World, float], Measure]
 _PLAIN: tuple[Scenario, ...] = (prefill, chunk, decode, mixed, shared, freed, copies, swap, padding)
 _ALONE: tuple[tuple[Scenario, Setting], ...] = ((layers, Setting()), (layers, Setting(softcap=30.0)), (extremes, Setting()), (writes, Setting()))  # in one dtype
+_KV_DTYPES = ("fp8_e4m3", "fp8_e5m2")
+_QUICK_FP8: tuple[Scenario, ...] = (mixed, saturated)
 _HEADS = ((4, 2), (4, 4), (8, 1), (9, 3), (16, 2))
 _HEAD_DIMS = (64, 72, 80, 96, 112, 128, 192, 256)
 _SOFTCAPS = (None, 30.0, 0.5)
@@ -206,6 +220,9 @@ def cases(dtypes: Sequence[str] = tuple(LIMITS), block_sizes: Sequence[int] = ()
         yield made
     for scenario, setting in _ALONE if dtypes else ():
         yield _case(scenario, setting, dtypes[0], quick=True)
+    for scenario, kept in product((*_PLAIN, window, saturated), _KV_DTYPES if dtypes else ()):
+        setting = Setting(kv_dtype=kept, window=5 if scenario is window else None)
+        yield _case(scenario, setting, dtypes[0], quick=scenario in _QUICK_FP8)
     for dtype in LIMITS:
         if dtype not in dtypes:  # one case says so
             yield Case(f"attention[{dtype}]", LEVEL, _never, "paged_attention", dtype, partial(declared, Setting(), dtype))
@@ -251,6 +268,9 @@ def declared(setting: Setting, dtype: str, subject: Subject) -> Support:
     sizes = subject.device.capabilities.block_sizes
     if setting.block_size is not None and setting.block_size not in sizes:
         reasons.append(f"the device declares block sizes {', '.join(map(str, sizes))}")
+    kept = subject.device.capabilities.kv_dtypes
+    if setting.kv_dtype not in kept:
+        reasons.append(f"the device declares KV caches of {', '.join(kept)}")
     return Support(not reasons, tuple(reasons))
 
 
@@ -260,5 +280,5 @@ def _run(scenario: Scenario, setting: Setting, dtype: str, case_id: str, subject
     block_size = setting.block_size or caps.block_sizes[0]
     policy = ShapePolicy(BucketTable() if caps.dynamic_shapes else padded(block_size))
     seed = Case(case_id, LEVEL, lambda _: None).seed
-    world = World(subject, setting.params(), dtype, block_size, policy, seed)
+    world = World(subject, setting.params(), dtype, block_size, policy, seed, kv_dtype=setting.kv_dtype)
     return scenario(world, subject.limit("paged_attention", dtype, LIMITS[dtype]))

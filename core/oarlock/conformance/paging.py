@@ -20,6 +20,8 @@ from oarlock.backend_api.runtime import Attention, AttentionParams
 from oarlock.conformance.cases import CheckFailed, Measure, worst
 from oarlock.conformance.metrics import measure, same_bits
 from oarlock.conformance.subject import DTYPES, Subject
+from oarlock.runtime.quantization.kv_cache import cache_dtype
+from oarlock.runtime.reference.attention import narrowed
 from oarlock.shapes import ShapePolicy, StepKey
 
 NUM_BLOCKS = 49
@@ -39,17 +41,21 @@ class Row:
 class World:
     """One cache of one layer, its rows, and steps over them."""
 
-    def __init__(self, subject: Subject, params: AttentionParams, dtype: str, block_size: int, policy: ShapePolicy, seed: int, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(
+        self, subject: Subject, params: AttentionParams, dtype: str, block_size: int, policy: ShapePolicy, seed: int,
+        *, num_blocks: int = NUM_BLOCKS, kv_dtype: str = "auto",
+    ) -> None:  # fmt: skip
         self.subject, self.params, self.dtype, self.block_size, self.policy = subject, params, DTYPES[dtype], block_size, policy
-        self.attention: Attention = subject.attention(params, dtype, block_size)
+        self.kv_dtype, self.kept = kv_dtype, cache_dtype(kv_dtype, self.dtype)
+        self.attention: Attention = subject.attention(params, dtype, block_size, kv_dtype)
         self.random, self.num_blocks = torch.Generator().manual_seed(seed), num_blocks
         self.free = [int(b) + 1 for b in torch.randperm(num_blocks - 1, generator=self.random)]  # scattered ids: tables have holes
         self.tag = self._tag()
         self.rows: list[Row] = []
-        self.cache = tuple(subject.upload(torch.full(shape, math.nan, dtype=self.dtype)) for shape in self.attention.kv_layout(num_blocks))
+        self.cache = tuple(subject.upload(torch.full(shape, math.nan, dtype=self.kept)) for shape in self.attention.kv_layout(num_blocks))
 
     def _tag(self) -> str:
-        return f"attend-{self.params}-{self.dtype}-{self.block_size}"
+        return f"attend-{self.params}-{self.dtype}-{self.kept}-{self.block_size}"
 
     def turn_to(self, params: AttentionParams) -> None:
         """Serve another layer of the group, which agrees with the first in heads, head size and window."""
@@ -258,7 +264,7 @@ class World:
     def _oracle(self, row: Row, count: int) -> torch.Tensor:
         """Dense attention of the newest `count` tokens, in float64."""
         p, group = self.params, self.params.num_heads // self.params.num_kv_heads
-        key, value = (t[: row.done].double().repeat_interleave(group, 1) for t in (row.key, row.value))
+        key, value = (narrowed(t[: row.done], self.kept).double().repeat_interleave(group, 1) for t in (row.key, row.value))
         scores = torch.einsum("qhd,khd->hqk", row.query[row.done - count : row.done].double(), key) * p.scale
         if p.softcap is not None:
             scores = p.softcap * torch.tanh(scores / p.softcap)

@@ -22,7 +22,7 @@ from oarlock.backend_api.runtime.ops import resolve
 from oarlock.conformance.cases import CheckFailed
 from oarlock.conformance.metrics import same_bits
 from oarlock.device_choice import Selection
-from oarlock.plugins import collect, worker_plugins
+from oarlock.plugins import collect, select_device, worker_plugins
 from oarlock.runtime.choice import choose_attention, choose_graph_runner, choose_ops
 
 GUARD = 256  # elements before and after each guarded tensor; keeps any alignment up to 256 bytes
@@ -68,7 +68,7 @@ class Subject:
     bound: dict[str, Ops] = field(default_factory=dict)
     _programs: dict[str, Callable[..., Any]] = field(default_factory=dict)
     _parts: dict[type, Any] = field(default_factory=dict)
-    attention_served: dict[str, str] = field(default_factory=dict)  # dtype -> implementation, for the report
+    attention_served: dict[str, str] = field(default_factory=dict)  # dtype -> implementation over a cache of it, for the report
 
     @classmethod
     def open(cls, selection: Selection) -> Subject:
@@ -85,6 +85,11 @@ class Subject:
         profile = profiles[0] if profiles else ConformanceProfile(device=spec.name)
         graph = choose_graph_runner(collect(plugins, "graph_runner", device=device), device)
         return cls(spec, selection, plugins, device, profile, graph)
+
+    @classmethod
+    def named(cls, device: str) -> Subject:
+        """The device that `--device` chooses. Raises as `open`, and ConfigError where it is not there."""
+        return cls.open(select_device(device))
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -114,11 +119,12 @@ class Subject:
             self.bound[dtype] = choose_ops(collect(self.plugins, "kernels", device=self.device), self.device, dtype)
         return self.bound[dtype]
 
-    def attention(self, params: AttentionParams, dtype: str, block_size: int) -> Attention:
+    def attention(self, params: AttentionParams, dtype: str, block_size: int, kv_dtype: str = "auto") -> Attention:
         kind = "full" if params.window is None else "window"
         records = collect(self.plugins, "attention", device=self.device)
-        made, name, _ = choose_attention(records, self.device, params, kind, dtype, block_size)
-        self.attention_served[dtype] = name
+        made, name, _ = choose_attention(records, self.device, params, kind, dtype, block_size, kv_dtype)
+        if kv_dtype == "auto":
+            self.attention_served[dtype] = name
         return made
 
     def limit(self, op: str, dtype: str, default: float) -> float:

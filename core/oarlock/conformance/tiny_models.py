@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from oarlock.backend_api import Capabilities
 from oarlock.backend_api.runtime import Device, IdentityCommunicator, bind_ops
 from oarlock.config.sections import ModelConfig
+from oarlock.conformance.cases import CheckFailed
 from oarlock.conformance.quantised_models import quantise
 from oarlock.model_summary import ModelSummary, load_summary
 from oarlock.runtime.layers.decoder import StepContext
@@ -28,6 +30,7 @@ from oarlock.runtime.reference import ReferenceAttention
 from oarlock.runtime.weights import WeightLoader
 
 VOCAB, MAX_LEN, WINDOW = 131, 96, 20
+NEAR_TIE = 1e-4  # where the oracle's two best lie closer, either token is right (float32)
 _BASE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 _BASE |= {"vocab_size": VOCAB, "max_position_embeddings": MAX_LEN, "intermediate_size": 96, "torch_dtype": "float32", "rms_norm_eps": 1e-5}
 MODELS: dict[str, dict[str, Any]] = {
@@ -107,6 +110,16 @@ class TinyModel:
             hidden, _ = model.forward(self.weights, torch.tensor(tokens), cache, step)
             self._known[tokens] = model.head(self.weights, hidden).double().log_softmax(-1)
         return self._known[tokens]
+
+    def check_greedy(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Every token is the oracle's best one, near-ties apart; later tokens are judged on what came before them. Raises CheckFailed."""
+        rows = self.logprobs((*prompt, *output[:-1]))[len(prompt) - 1 :]
+        for n, (row, token) in enumerate(zip(rows, output, strict=False)):
+            if int(row.argmax()) != token and float(row.max() - row[token]) > NEAR_TIE:
+                raise CheckFailed(
+                    f"token {n} of {len(output)}, after {len(prompt)} prompt tokens, is {token}; "
+                    f"the reference's best is {int(row.argmax())}, {float(row.max() - row[token]):.3g} above it"
+                )
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> ModelSummary:

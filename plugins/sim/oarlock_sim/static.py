@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from oarlock.backend_api import Capabilities
-from oarlock.backend_api.runtime import Device, GraphRunner, PureProgram
+from oarlock.backend_api.runtime import Device, GraphRunner, PureProgram, few_buckets
 
 from oarlock_sim import BLOCK_SIZES, DTYPES, KV_DTYPES, MEMORY_GIB, SWAP_BYTES
 from oarlock_sim.counters import COUNT
@@ -67,23 +67,12 @@ class SimStaticDevice(Device):
         self._placed_bytes -= size
 
     def buckets(self, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> dict[str, tuple[int, ...]]:
-        chunk_tokens = _ascending(min(size, max_num_batched_tokens) for size in _CHUNK_TOKENS)
-        few = min(_FEW_ROWS, max_num_seqs)
-        return {
-            "decode_rows": _ascending((few, max_num_seqs)),
-            "chunk_rows": (few,),
-            "chunk_tokens": chunk_tokens,
-            "chunk_lens": chunk_tokens,
-            "blocks": _ascending((math.ceil(max_blocks / 4), max_blocks)),
-            "out_rows": (max_num_seqs + few,),
-        }
+        table = few_buckets(max_num_seqs, max_num_batched_tokens, max_blocks, decode_rows=(_FEW_ROWS,), chunk_tokens=_CHUNK_TOKENS, chunk_rows=_FEW_ROWS)
+        return {**table, "chunk_lens": table["chunk_tokens"]}  # a second axis of lengths, for the places where rounding up can go wrong
 
     def describe(self) -> str:
         return f"simulated static compiler, {self._total_bytes >> 20} MiB, over CPU operators"
 
-
-def _ascending(sizes: Any) -> tuple[int, ...]:
-    return tuple(sorted(set(sizes)))
 
 
 class StrictRunner(GraphRunner):

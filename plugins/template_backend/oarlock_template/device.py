@@ -11,12 +11,11 @@ import os
 
 import torch
 from oarlock.backend_api import Capabilities
-from oarlock.backend_api.runtime import Device
+from oarlock.backend_api.runtime import Device, few_buckets
 
 from oarlock_template import BLOCK_SIZES, DTYPES
 
 CHUNK_TOKENS = 64  # prompt tokens in one step
-CHUNK_ROWS = 4  # prompts in one step
 
 
 class TemplateDevice(Device):
@@ -51,15 +50,7 @@ class TemplateDevice(Device):
         """As few as do: one shape for prompts, one or two for what decodes, two widths of the block table."""
         if not self.options.get("template_compile"):
             return {}
-        rows, tokens = min(CHUNK_ROWS, max_num_seqs), min(CHUNK_TOKENS, max_num_batched_tokens)
-        return {
-            "decode_rows": tuple(sorted({min(8, max_num_seqs), max_num_seqs})),
-            "chunk_rows": (rows,),
-            "chunk_tokens": (tokens,),
-            "chunk_lens": (tokens,),
-            "blocks": tuple(sorted({-(-max_blocks // 4), max_blocks})),
-            "out_rows": (max_num_seqs + rows,),
-        }
+        return few_buckets(max_num_seqs, max_num_batched_tokens, max_blocks, decode_rows=(8,), chunk_tokens=(CHUNK_TOKENS,))
 
     def describe(self) -> str:
         return f"CPU tensors in place of a chip, torch {torch.__version__}"

@@ -7,7 +7,7 @@ Never: imports `oarlock.runtime`.
 
 from oarlock.backend_api.runtime.attention import Attention, AttentionParams
 from oarlock.backend_api.runtime.communicator import Communicator, DistributedCommunicator, IdentityCommunicator
-from oarlock.backend_api.runtime.device import Device
+from oarlock.backend_api.runtime.device import Device, few_buckets
 from oarlock.backend_api.runtime.graph import EagerRunner, GraphRunner, PureProgram
 from oarlock.backend_api.runtime.ops import Op, Ops, bind_ops, register_op, registry
 from oarlock.backend_api.runtime.quantization import LinearFormat, Quantization, QuantizedWeight, StoredTensor
@@ -29,6 +29,7 @@ __all__ = [
     "QuantizedWeight",
     "StoredTensor",
     "bind_ops",
+    "few_buckets",
     "register_op",
     "registry",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import inspect
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -132,3 +133,29 @@ class Device(CheckedOverrides, abc.ABC):
     def describe(self) -> str:
         """One line for people: the chip's name, threads, instruction sets."""
         return str(self.torch_device)
+
+
+def few_buckets(
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_blocks: int,
+    *,
+    decode_rows: Iterable[int] = (),
+    chunk_tokens: Iterable[int],
+    chunk_rows: int = 4,
+) -> dict[str, tuple[int, ...]]:
+    """What `Device.buckets` returns, its first three arguments cut down to a few programs.
+
+    The sizes wanted of decodes, and of the chunks of a step (`chunk_tokens` in all, `chunk_rows` of them), are kept where they are within
+    the limits. One length of chunk, and two widths of block table: a quarter and the whole, since many kernels read all of it.
+    """
+    rows = min(chunk_rows, max_num_seqs)
+    tokens = tuple(sorted({min(size, max_num_batched_tokens) for size in chunk_tokens}))
+    return {
+        "decode_rows": tuple(sorted({*(size for size in decode_rows if size < max_num_seqs), max_num_seqs})),
+        "chunk_rows": (rows,),
+        "chunk_tokens": tokens,
+        "chunk_lens": (tokens[-1],),
+        "blocks": tuple(sorted({-(-max_blocks // 4), max_blocks})),
+        "out_rows": (max_num_seqs + rows,),
+    }
