@@ -9,15 +9,17 @@
 
 // out[m][n] = sum_k x[m][k] * w[n][k] + bias[n], for m in [m0, m1), n in [n0, n1).
 // `plain`: w is row-major [N][K], x of `dtype`; sums run along K in vectors.
-// `packed`: w is as pack_weight leaves it, x is float32 (bfloat16 for bfloat16 weights with packed_takes_bf16) with K rounded up to
-// packed_step() and zeros there; sums run along K one by one.
+// `packed`: w is as pack_weight leaves it; x is float32 in tiles of `tile` rows, each [K rounded up to packed_step()][tile] with zeros where
+// K and the rows were rounded up, so that one step along K reads neighbours; or, with packed_takes_bf16 and bfloat16 weights, it is
+// bfloat16 rows with K rounded up and zeros there. Sums run along K one by one.
 // Each has one order of summation, whatever m0 and m1 are: a row's bits do not depend on the other rows.
 struct LinearArgs {
   Dtype dtype;               // of w and bias
   const void *x, *w, *bias;  // bias may be null
   void* out;
-  int64_t K, ldx, ldw, ldo;  // ldw: plain only
+  int64_t K, ldx, ldw, ldo;  // ldx: not with tiles; ldw: plain only
   bool out_f32;              // out is float32 whatever `dtype` is: the sums are not rounded
+  int64_t tile = 0;          // rows of a tile, of `packed` alone: m0 is a multiple
 };
 
 // Packed weights, P numbers a unit: [N / 32][K / (16 P)][2][16 units of K][16 outputs], zeros where N or K were rounded up.
@@ -25,6 +27,22 @@ struct LinearArgs {
 constexpr int64_t kPanel = 32;       // outputs of a panel
 constexpr int64_t kTileUnits = 256;  // of one tile
 constexpr int64_t packed_step(Dtype d) { return d == Dtype::bf16 ? 32 : 16; }  // K is rounded up to it
+
+// Weights of 4 or 8 bits: w[n][k] = fma(code, scale, offset) in float32, of the output's scale and offset in the group of column k; where
+// there are no offsets, -zero * scale. Many rows multiply that number in float32 (in bfloat16, rounded to nearest even, with
+// packed_takes_bf16), few rows the same number in the same order: so the bits of a row do not depend on how many there are.
+//   panels  [N / 32], each 4 bits: [width / 8][32 outputs] of 32 bits, 8 codes 0 .. 15 of one output, the lowest bits first
+//                          8 bits: [width][32 outputs] of int8
+//   scales, offsets  [N / 32][groups][32] of float32 or binary16
+// Columns were put in order of their groups, each group rounded up to 8 columns and the last to 32 with x = 0 there.
+struct CodesArgs {
+  int bits;
+  const void *panels, *scales, *offsets;  // offsets may be null
+  bool is_half;                           // scales and offsets are binary16
+  const int32_t* ends;                    // [groups]: one past the last column of each
+  int64_t groups, width;
+  float zero;
+};
 
 // Cache layout of one layer, in units of 32 bits (see bf16.h), D the head size rounded up to 16, P elements a unit:
 //   keys    [num_blocks][kv_heads][D / P][block_size]   tokens side by side: one load gives 16 tokens' unit d
@@ -59,6 +77,13 @@ struct Kernels {
   void (*plain)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);
   void (*packed)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);  // n0 a multiple of kPanel
   bool packed_takes_bf16;
+  int tile_rows;  // most rows of a tile
+  // One tile: `rows` <= tile rows of K numbers, to [width][tile] float32.
+  void (*pack_rows)(Dtype, const void* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, float* out);
+  int few_rows;   // most rows that `codes` takes
+  void (*codes)(const CodesArgs&, const LinearArgs&, int64_t n0, int64_t n1);        // all rows of x, one tile; n0 a multiple of kPanel
+  void (*unpack)(const CodesArgs&, int64_t panel, bool to_bf16, void* out);          // one panel as pack_weight leaves it
+  void (*store_numbers)(const LinearArgs&, const float* sums, int64_t m, int64_t n, int64_t count);  // with the bias, rounded once
   void (*widen)(Dtype, const void* x, float* out, int64_t n, int64_t width);  // n numbers to float32, then zeros up to width
 
   // Chunks [c0, c1) of a tile's context. partial null: writes the result to out (c0, c1 must be all of the tile's chunks).

@@ -1,5 +1,5 @@
 // Norms, rotary, activations, and the choice of instruction set.
-#include "tensors.h"
+#include "stages.h"
 
 namespace {
 
@@ -20,14 +20,6 @@ struct Rows {
   int64_t count() const { return outer * inner; }
   const char* row(int64_t i) const { return bytes(x) + (i / inner * outer_stride + i % inner * inner_stride) * element; }
 };
-
-template <class F> void each_row(int64_t rows, int64_t work_of_row, const F& f) {
-  int threads = threads_for(rows * work_of_row);
-  int64_t chunk = (rows + threads * 4 - 1) / (threads * 4);
-  pool::parallel(rows, chunk > 0 ? chunk : 1, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) f(i);
-  });
-}
 
 void check_norm(const Tensor& weight, int64_t size, const char* name) {
   STD_TORCH_CHECK(weight.is_contiguous() && weight.numel() == size, name, ": weight must hold one number for each of the last dimension's");

@@ -2,11 +2,11 @@
 #include <algorithm>
 #include <vector>
 
-#include "tensors.h"
+#include "stages.h"
 
 namespace {
 
-constexpr int64_t kBlock = 96;  // rows of an item: x stays in the second-level cache while w streams
+constexpr int64_t kBlock = 96;  // rows of an item, at most: x stays in the second-level cache while w streams
 
 int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -45,23 +45,18 @@ Tensor pack_weight(const Tensor& weight) {
 
 // ---- linear ---------------------------------------------------------------------------------------------------------
 
-const Tensor& check_bias(const OptionalTensor& bias, Dtype d, int64_t N) {
-  STD_TORCH_CHECK(dtype_of(*bias, "bias") == d && bias->is_contiguous() && bias->numel() == N, "linear: bias must be [out] of x's dtype");
-  return *bias;
-}
-
 using Kernel = void (*)(const LinearArgs&, int64_t, int64_t, int64_t, int64_t);
 
 // Cuts out [M][N] into blocks of rows and panels of outputs.
-void spread(const LinearArgs& a, int64_t M, int64_t N, Kernel kernel) {
-  int64_t panels = (N + kPanel - 1) / kPanel, blocks = (M + kBlock - 1) / kBlock;
+void spread(const LinearArgs& a, int64_t M, int64_t N, int64_t block, Kernel kernel) {
+  int64_t panels = (N + kPanel - 1) / kPanel, blocks = (M + block - 1) / block;
   int threads = threads_for(M * N * a.K);
   int64_t chunk = panels * blocks / (threads * 8), whole = threads == 1 ? panels * blocks : chunk > 2 ? chunk / 2 * 2 : 2;
   pool::parallel(panels * blocks, whole, threads, [&](int64_t begin, int64_t end) {
     while (begin < end) {  // panels of one block of rows are done together
       int64_t m = begin / panels, p0 = begin % panels, p1 = p0 + (end - begin) < panels ? p0 + (end - begin) : panels;
-      int64_t m1 = (m + 1) * kBlock < M ? (m + 1) * kBlock : M, n1 = p1 * kPanel < N ? p1 * kPanel : N;
-      kernel(a, m * kBlock, m1, p0 * kPanel, n1);
+      int64_t m1 = (m + 1) * block < M ? (m + 1) * block : M, n1 = p1 * kPanel < N ? p1 * kPanel : N;
+      kernel(a, m * block, m1, p0 * kPanel, n1);
       begin += p1 - p0;
     }
   });
@@ -79,59 +74,78 @@ Tensor linear(const Tensor& x_in, const Tensor& weight, const OptionalTensor& bi
   int64_t M = x.size(0), N = weight.size(0), K = x.size(1);
   LinearArgs a{dtype_of(x, "x"), x.const_data_ptr(), weight.const_data_ptr(), nullptr, nullptr, K, x.stride(0), weight.stride(0), N, out_f32};
   STD_TORCH_CHECK(dtype_of(weight, "weight") == a.dtype, "linear: x and weight must have one dtype");
-  if (bias) a.bias = check_bias(bias, a.dtype, N).const_data_ptr();
+  if (bias) a.bias = checked_bias(*bias, a.dtype, N);
   Tensor out = new_out(x, N, out_f32);
   a.out = out.mutable_data_ptr();
-  spread(a, M, N, kernels()->plain);
+  spread(a, M, N, kBlock, kernels()->plain);
   return out;
-}
-
-// x as float32 rows of `width` >= K numbers, zeros after K; x itself when it is that already.
-// Rows a multiple of 2 KiB apart share few sets of the first-level cache: then they are moved 64 bytes further apart.
-const float* widened(const Tensor& x, Dtype d, int64_t width, std::vector<float>& buffer, int64_t* ldx) {
-  int64_t M = x.size(0), K = x.size(1), stride = x.stride(0);
-  *ldx = stride;
-  bool collides = M > 4 && stride % 512 == 0;
-  if (d == Dtype::f32 && K == width && !collides) return static_cast<const float*>(x.const_data_ptr());
-  int64_t step = *ldx = width % 512 == 0 ? width + 16 : width;
-  if (static_cast<int64_t>(buffer.size()) < M * step) buffer.resize(M * step);
-  float* to = buffer.data();
-  const Kernels* k = kernels();
-  pool::parallel(M, 16, threads_for(M * K), [&](int64_t begin, int64_t end) {
-    for (int64_t m = begin; m < end; ++m) k->widen(d, bytes(x) + m * stride * size_of(d), to + m * step, K, width);
-  });
-  return to;
-}
-
-// x as bfloat16 rows of `width` >= K numbers, zeros after K; x itself when it is that already.
-const void* padded(const Tensor& x, int64_t width, std::vector<bf16>& buffer, int64_t* ldx) {
-  int64_t M = x.size(0), K = x.size(1), stride = x.stride(0);
-  *ldx = stride;
-  if (K == width) return x.const_data_ptr();
-  buffer.assign(M * width, bf16{0});
-  *ldx = width;
-  for (int64_t m = 0; m < M; ++m) std::copy_n(static_cast<const bf16*>(x.const_data_ptr()) + m * stride, K, buffer.data() + m * width);
-  return buffer.data();
 }
 
 Tensor linear_packed(const Tensor& x_in, const Tensor& weight, int64_t N, const OptionalTensor& bias, bool out_f32) {
   Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
   Dtype d = dtype_of(x, "x");
-  int64_t M = x.size(0), K = x.size(1), width = rounded(K, packed_step(d));
-  STD_TORCH_CHECK(dtype_of(weight, "weight") == d && weight.is_contiguous() && weight.size(1) == width * kPanel && weight.size(0) == rounded(N, kPanel) / kPanel,
-                  "linear: x [num_tokens, in] does not fit the packed weight");
+  PackedLinear w = packed_linear(weight, bias ? &*bias : nullptr, d, x.size(1), N);
   Tensor out = new_out(x, N, out_f32);
-  static thread_local std::vector<float> wide;
-  static thread_local std::vector<bf16> narrow;
-  LinearArgs a{d, nullptr, weight.const_data_ptr(), nullptr, out.mutable_data_ptr(), K, 0, 0, N, out_f32};
-  bool as_is = d == Dtype::bf16 && kernels()->packed_takes_bf16;
-  a.x = as_is ? padded(x, width, narrow, &a.ldx) : widened(x, d, width, wide, &a.ldx);
-  if (bias) a.bias = check_bias(bias, d, N).const_data_ptr();
-  spread(a, M, N, kernels()->packed);
+  run_linear(w, d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr(), out_f32);
   return out;
 }
 
 }  // namespace
+
+const void* checked_bias(const Tensor& bias, Dtype d, int64_t N) {
+  STD_TORCH_CHECK(dtype_of(bias, "bias") == d && bias.is_contiguous() && bias.numel() == N, "linear: bias must be [out] of x's dtype");
+  return bias.const_data_ptr();
+}
+
+// As even as can be: of 13 rows, two tiles of 7.
+int64_t tile_of(int64_t M) {
+  int64_t most = kernels()->tile_rows, count = std::max<int64_t>(1, (M + most - 1) / most);
+  return std::max<int64_t>(1, (M + count - 1) / count);
+}
+
+// x in float32 tiles of `tile` rows (kernels.h); x itself where it is that already.
+const float* tiled(const void* x, Dtype d, int64_t M, int64_t K, int64_t ldx, int64_t width, int64_t tile, std::vector<float>& buffer) {
+  if (d == Dtype::f32 && M == 1 && K == width) return static_cast<const float*>(x);
+  int64_t count = (M + tile - 1) / tile;
+  if (static_cast<int64_t>(buffer.size()) < count * tile * width) buffer.resize(count * tile * width);
+  float* to = buffer.data();
+  const Kernels* k = kernels();
+  pool::parallel(count, 1, threads_for(M * K), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      k->pack_rows(d, static_cast<const char*>(x) + t * tile * ldx * size_of(d), ldx, std::min(tile, M - t * tile), tile, K, width, to + t * tile * width);
+  });
+  return to;
+}
+
+// x as bfloat16 rows of `width` >= K numbers, zeros after K; x itself when it is that already.
+const void* bf16_rows(const void* x, int64_t M, int64_t K, int64_t stride, int64_t width, std::vector<bf16>& buffer, int64_t* ldx) {
+  *ldx = stride;
+  if (K == width) return x;
+  buffer.assign(M * width, bf16{0});
+  *ldx = width;
+  for (int64_t m = 0; m < M; ++m) std::copy_n(static_cast<const bf16*>(x) + m * stride, K, buffer.data() + m * width);
+  return buffer.data();
+}
+
+PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, int64_t in, int64_t out) {
+  STD_TORCH_CHECK(dtype_of(panels, "weight") == d && panels.is_contiguous() && panels.size(1) == rounded(in, packed_step(d)) * kPanel && panels.size(0) == rounded(out, kPanel) / kPanel,
+                  "linear: x [num_tokens, in] does not fit the packed weight");
+  return {panels.const_data_ptr(), bias && bias->numel() ? checked_bias(*bias, d, out) : nullptr, in, out};
+}
+
+void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32) {
+  static thread_local std::vector<float> wide;
+  static thread_local std::vector<bf16> narrow;
+  int64_t width = rounded(w.in, packed_step(d));
+  LinearArgs a{d, nullptr, w.panels, w.bias, out, w.in, 0, 0, w.out, out_f32};
+  if (d == Dtype::bf16 && kernels()->packed_takes_bf16) {
+    a.x = bf16_rows(x, M, w.in, ldx, width, narrow, &a.ldx);
+    return spread(a, M, w.out, kBlock, kernels()->packed);
+  }
+  a.tile = tile_of(M);
+  a.x = tiled(x, d, M, w.in, ldx, width, a.tile, wide);
+  spread(a, M, w.out, std::max<int64_t>(1, kBlock / a.tile) * a.tile, kernels()->packed);
+}
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool out_f32) -> Tensor");

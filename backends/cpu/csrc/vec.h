@@ -12,6 +12,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace OARLOCK_ISA {
 

@@ -1,0 +1,118 @@
+// linear_codes over weights of 4 or 8 bits, and their packing. Layout and meaning: kernels.h.
+#include <algorithm>
+#include <vector>
+
+#include "stages.h"
+
+namespace {
+
+constexpr int64_t kBlock = 96;  // rows that a decoded panel serves, at most
+constexpr int64_t kRound = 32;  // width is a multiple: what dense packed weights of either dtype need
+
+// codes [N][width], a byte each -> [panels][bytes of a panel].
+Tensor pack_codes(const Tensor& codes, int64_t bits) {
+  STD_TORCH_CHECK(codes.dim() == 2 && codes.is_contiguous() && (codes.scalar_type() == ScalarType::Byte || codes.scalar_type() == ScalarType::Char) && (bits == 4 || bits == 8) && codes.size(1) % kRound == 0,
+                  "pack_codes: codes must be [out, width] of bytes, width a multiple of ", kRound, ", and bits 4 or 8");
+  int64_t N = codes.size(0), width = codes.size(1), panels = (N + kPanel - 1) / kPanel, size = width * kPanel * bits / 8;
+  Tensor out = new_like(codes, {panels, size}, ScalarType::Byte);
+  const uint8_t* from = static_cast<const uint8_t*>(codes.const_data_ptr());
+  uint8_t* to = static_cast<uint8_t*>(out.mutable_data_ptr());
+  pool::parallel(panels, 1, threads_for(N * width), [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      uint8_t* panel = to + p * size;
+      std::fill_n(panel, size, 0);
+      for (int64_t o = 0; o < kPanel && p * kPanel + o < N; ++o) {
+        const uint8_t* row = from + (p * kPanel + o) * width;
+        for (int64_t k = 0; k < width; ++k) {
+          if (bits == 8) panel[k * kPanel + o] = row[k];
+          else panel[(k / 8 * kPanel + o) * 4 + k % 8 / 2] |= static_cast<uint8_t>((row[k] & 15) << (k % 2 * 4));
+        }
+      }
+    }
+  });
+  return out;
+}
+
+// `floats` numbers on a cache line's boundary.
+float* scratch_of(std::vector<float>& buffer, int64_t floats) {
+  if (static_cast<int64_t>(buffer.size()) < floats + 16) buffer.resize(floats + 16);
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffer.data()) + 63) / 64 * 64);
+}
+
+// Each panel is decoded for a block of rows, and multiplied as a dense one.
+void run_decoded(const CodesArgs& c, const LinearArgs& a, int64_t M, int64_t N, int64_t block, bool to_bf16) {
+  int64_t panels = (N + kPanel - 1) / kPanel, blocks = (M + block - 1) / block;
+  pool::parallel(panels * blocks, 1, threads_for(M * N * a.K), [&, k = kernels()](int64_t begin, int64_t end) {
+    static thread_local std::vector<float> buffer;
+    float* weight = scratch_of(buffer, (c.width + block) * kPanel);
+    float* sums = weight + c.width * kPanel;
+    LinearArgs part = a;
+    part.dtype = to_bf16 ? Dtype::bf16 : Dtype::f32, part.w = weight, part.bias = nullptr, part.ldo = kPanel, part.out_f32 = true;
+    for (int64_t i = begin; i < end; ++i) {
+      int64_t m0 = i / panels * block, m1 = std::min(m0 + block, M), n = i % panels * kPanel, count = std::min(kPanel, N - n);
+      k->unpack(c, i % panels, to_bf16, weight);
+      part.out = sums - m0 * kPanel;
+      k->packed(part, m0, m1, 0, kPanel);
+      for (int64_t m = m0; m < m1; ++m) k->store_numbers(a, sums + (m - m0) * kPanel, m, n, count);
+    }
+  });
+}
+
+Tensor linear_codes(const Tensor& x_in, const Tensor& panels, const Tensor& scales, const OptionalTensor& offsets, const Tensor& ends, int64_t bits, int64_t N, double zero,
+                    const OptionalTensor& bias, bool out_f32) {
+  Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
+  Tensor out = out_f32 ? new_like(x, {x.size(0), N}, ScalarType::Float) : new_like(x, {x.size(0), N});
+  Dtype d = dtype_of(x, "x");
+  run_codes(code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, bits, zero, bias ? &*bias : nullptr, d, x.size(1), N), d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr(), out_f32);
+  return out;
+}
+
+}  // namespace
+
+CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out) {
+  bool is_half = scales.scalar_type() == ScalarType::Half;
+  int64_t groups = ends.numel(), rows = (out + kPanel - 1) / kPanel;
+  const int32_t* last = ints(ends, "ends");
+  int64_t width = groups ? last[groups - 1] : 0;
+  STD_TORCH_CHECK((bits == 4 || bits == 8) && width % kRound == 0 && in <= width && panels.is_contiguous() && panels.dim() == 2 && panels.size(0) == rows && panels.size(1) == width * kPanel * bits / 8,
+                  "linear_codes: x [num_tokens, in] does not fit the packed codes");
+  for (int64_t g = 0; g < groups; ++g) STD_TORCH_CHECK(last[g] % 8 == 0 && last[g] > (g ? last[g - 1] : 0), "linear_codes: groups must end at ascending multiples of 8");
+  for (const Tensor* t : {&scales, offsets})
+    STD_TORCH_CHECK(!t || (t->is_contiguous() && t->numel() == rows * groups * kPanel && t->scalar_type() == (is_half ? ScalarType::Half : ScalarType::Float)),
+                    "linear_codes: scales and offsets must be [panels, groups, 32] of one dtype, float32 or float16");
+  CodeLinear found;
+  found.codes = {static_cast<int>(bits), panels.const_data_ptr(), scales.const_data_ptr(), offsets ? offsets->const_data_ptr() : nullptr, is_half, last, groups, width, static_cast<float>(zero)};
+  found.bias = bias && bias->numel() ? checked_bias(*bias, d, out) : nullptr;
+  found.in = in, found.out = out;
+  return found;
+}
+
+void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32) {
+  const Kernels* k = kernels();
+  const CodesArgs& c = w.codes;
+  LinearArgs a{d, nullptr, nullptr, w.bias, out, c.width, 0, 0, w.out, out_f32};
+  static thread_local std::vector<float> wide;
+  static thread_local std::vector<bf16> narrow;
+  if (!M) return;
+  if (d == Dtype::bf16 && k->packed_takes_bf16) {
+    a.x = bf16_rows(x, M, w.in, ldx, c.width, narrow, &a.ldx);
+    return run_decoded(c, a, M, w.out, kBlock, true);
+  }
+  a.tile = tile_of(M);
+  a.x = tiled(x, d, M, w.in, ldx, c.width, a.tile, wide);
+  if (M > k->few_rows) return run_decoded(c, a, M, w.out, std::max<int64_t>(1, kBlock / a.tile) * a.tile, false);
+  int64_t panels = (w.out + kPanel - 1) / kPanel;
+  int threads = threads_for(M * w.out * c.width);
+  int64_t chunk = std::max<int64_t>(2, panels / (threads * 8) / 2 * 2);  // two panels are walked side by side
+  pool::parallel(panels, threads == 1 ? panels : chunk, threads, [&](int64_t begin, int64_t end) { k->codes(c, a, begin * kPanel, std::min(end * kPanel, w.out)); });
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
+  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero, Tensor? bias, bool out_f32) -> Tensor");
+  m.def("pack_codes(Tensor codes, int bits) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(oarlock_cpu, CPU, m) {
+  m.impl("linear_codes", TORCH_BOX(&linear_codes));
+  m.impl("pack_codes", TORCH_BOX(&pack_codes));
+}

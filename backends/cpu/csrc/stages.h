@@ -1,0 +1,84 @@
+// The parts of a layer over plain pointers: what the ops serve one by one, and the stack of layers in one call.
+// Checks are made where these are set up; running them checks nothing.
+#pragma once
+#include <vector>
+
+#include "tensors.h"
+
+// ---- linear over packed weights -------------------------------------------------------------------------------------
+
+struct PackedLinear {
+  const void *panels = nullptr, *bias = nullptr;  // bias may be null
+  int64_t in = 0, out = 0;
+};
+
+// A weight of `d` as pack_weight leaves it, [out, in] before; `bias` may be null or empty.
+PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, int64_t in, int64_t out);
+
+// out [M][w.out], of `d` or float32, from rows x of `d`.
+void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
+
+// x as the kernels take it (kernels.h): float32 tiles, or bfloat16 rows; x itself where it is that already.
+int64_t tile_of(int64_t M);
+const float* tiled(const void* x, Dtype d, int64_t M, int64_t K, int64_t ldx, int64_t width, int64_t tile, std::vector<float>& buffer);
+const void* bf16_rows(const void* x, int64_t M, int64_t K, int64_t stride, int64_t width, std::vector<bf16>& buffer, int64_t* ldx);
+const void* checked_bias(const Tensor& bias, Dtype d, int64_t N);
+
+// ---- linear over codes ----------------------------------------------------------------------------------------------
+
+struct CodeLinear {
+  CodesArgs codes;
+  const void* bias;
+  int64_t in, out;
+};
+
+CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out);
+void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
+
+// ---- rows -----------------------------------------------------------------------------------------------------------
+
+// f(i) for each of `rows` rows, each of which moves or computes about `work_of_row`.
+template <class F> void each_row(int64_t rows, int64_t work_of_row, const F& f) {
+  int threads = threads_for(rows * work_of_row);
+  int64_t chunk = (rows + threads * 4 - 1) / (threads * 4);
+  pool::parallel(rows, chunk > 0 ? chunk : 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f(i);
+  });
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+struct Cache {
+  Dtype dtype;
+  int64_t blocks, kv_heads, dim, block_size;
+  const Tensor *keys, *values;
+  Cache(const Tensor& keys, const Tensor& values);
+};
+
+void check_slots(const Cache& c, const Tensor& slots, int64_t tokens);
+
+// Keys and values [tokens][kv_heads][head_dim] with strides of tokens and heads, into checked slots.
+struct KVRows {
+  const void *key, *value;
+  int64_t tokens, head_dim, key_token, key_head, value_token, value_head;
+};
+void write_rows(const Cache& c, const KVRows& rows, const int32_t* slots);
+
+// One region of a step: who computes what. Made once, run for each layer that shares its tables and window.
+class RegionPlan {
+ public:
+  RegionPlan(const Cache& c, int64_t heads, int64_t head_dim, int64_t window, const Tensor& tables, const Tensor& seq_lens, const Tensor& starts, int64_t max_q, int64_t tokens);
+
+  // q, out: [tokens][heads][head_dim], q with strides in elements. Rows of no request are set to 0.
+  void run(const Cache& c, const void* q, int64_t q_token, int64_t q_head, void* out, float scale, float softcap) const;
+
+ private:
+  void whole(const AttentionArgs& a) const;
+  void split(const AttentionArgs& a) const;
+
+  const int32_t* tables_;
+  int64_t table_width_, tokens_, heads_, head_dim_, kv_heads_, window_, scratch_, partial_ = 0;
+  bool is_full_, is_split_;
+  int threads_;
+  std::vector<AttentionTile> tiles_;
+};

@@ -1,0 +1,97 @@
+"""The ops of int4 and int8 weights: codes and scales in the order in which the kernels read them, and never a second form.
+
+Owns: the packing, once at load.
+Reads: the loaded library; weights in core's common form (docs/backends.md, "Quantised weights").
+Never: computes; rounds a scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from oarlock_cpu import native
+
+if native.problem():
+    raise ImportError(native.problem())
+
+_linear, _pack = torch.ops.oarlock_cpu.linear_codes.default, torch.ops.oarlock_cpu.pack_codes.default
+_PANEL, _STEP, _ROUND = 32, 8, 32  # outputs of a panel; columns that a group, and all of them, are rounded up to
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodes:
+    """A quantised linear's weight, laid out as csrc/kernels.h says."""
+
+    panels: torch.Tensor  # [ceil(out / 32), bytes of a panel] uint8
+    scales: torch.Tensor  # [ceil(out / 32), groups, 32] float16 where that keeps every bit, else float32
+    offsets: torch.Tensor | None  # as scales; None: -zero * scale
+    ends: torch.Tensor  # [groups] int32
+    order: torch.Tensor | None  # [width] int64: which column of x each is, one past the last for none; None: as they are
+    bits: int
+    zero: float
+    out_size: int
+
+
+def pack_int4(weight: dict[str, torch.Tensor]) -> PackedCodes:
+    """Pack an int4 weight."""
+    packed = weight["codes"]
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    in_size = len(weight["groups"]) if "groups" in weight else codes.shape[1]
+    if in_size % weight["scales"].shape[1]:  # an odd last column is paired with one that is none
+        in_size -= 1
+    return _packed(codes[:, :in_size], weight, 4, 8.0)
+
+
+def pack_int8(weight: dict[str, torch.Tensor]) -> PackedCodes:
+    """Pack an int8 weight."""
+    return _packed(weight["codes"], weight, 8, 0.0)
+
+
+def _packed(codes: torch.Tensor, weight: dict[str, torch.Tensor], bits: int, zero: float) -> PackedCodes:
+    out_size, scales = codes.shape[0], weight["scales"]
+    order, ends = _columns(weight, codes.shape[1])
+    if order is None:
+        codes = torch.nn.functional.pad(codes, (0, int(ends[-1]) - codes.shape[1]))
+    else:
+        codes = torch.nn.functional.pad(codes, (0, 1))[:, order.clamp(max=codes.shape[1])]
+    offsets = -weight["zeros"].float() * scales if "zeros" in weight else None
+    tables = [t for t in (scales, offsets) if t is not None]
+    if all(torch.equal(t.half().float(), t) for t in tables):
+        tables = [t.half() for t in tables]
+    tables = [_by_panel(t) for t in tables]
+    return PackedCodes(_pack(codes.contiguous(), bits), tables[0], tables[1] if offsets is not None else None, ends, order, bits, zero, out_size)
+
+
+def _by_panel(table: torch.Tensor) -> torch.Tensor:
+    """[out, groups] -> [ceil(out / 32), groups, 32]."""
+    out_size, groups = table.shape
+    panels = -(-out_size // _PANEL)
+    return torch.nn.functional.pad(table, (0, 0, 0, panels * _PANEL - out_size)).view(panels, _PANEL, groups).transpose(1, 2).contiguous()
+
+
+def _columns(weight: dict[str, torch.Tensor], in_size: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(order, ends): columns by group, each group rounded up to whole steps, and the last to what dense panels need."""
+    groups, count = weight.get("groups"), weight["scales"].shape[1]
+    of = torch.arange(in_size) * count // in_size if groups is None else groups.long()
+    sizes = torch.bincount(of, minlength=count)
+    rounded = -(-sizes // _STEP) * _STEP
+    rounded[sizes == 0] = _STEP  # of a rank that holds no column of a group: a step of nothing
+    rounded[-1] += -int(rounded.sum()) % _ROUND
+    ends = rounded.cumsum(0).to(torch.int32)
+    if groups is None and torch.equal(sizes[:-1], rounded[:-1]):
+        return None, ends
+    order = torch.full((int(ends[-1]),), in_size, dtype=torch.int64)
+    sorted_columns = of.argsort(stable=True)
+    starts, firsts = ends - rounded, sizes.cumsum(0) - sizes
+    for start, first, size in zip(starts.tolist(), firsts.tolist(), sizes.tolist(), strict=True):
+        order[start : start + size] = sorted_columns[first : first + size]
+    return order, ends
+
+
+def linear(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As the registry's linear_int4 and linear_int8."""
+    if weight.order is not None:
+        x = torch.nn.functional.pad(x, (0, 1))[:, weight.order]
+    return _linear(x, weight.panels, weight.scales, weight.offsets, weight.ends, weight.bits, weight.out_size, weight.zero, bias, False)

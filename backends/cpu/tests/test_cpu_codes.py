@@ -1,0 +1,86 @@
+"""Linears over int4 and int8 weights against core's references in float64, on every instruction set; and batch invariance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oarlock.conformance.references import schemes, weight_of
+
+pytestmark = pytest.mark.kernels
+CASES = {
+    "groups of 32": {"group": 32},
+    "one group": {},
+    "zeros": {"group": 64, "zeros": 1},
+    "scattered": {"group": 32, "zeros": 1, "order": 1},
+    "odd groups": {"group": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def codes():
+    from oarlock_cpu import codes
+
+    return codes
+
+
+def made(codes, scheme: str, case: dict, out: int, columns: int, halves: bool = False):
+    """(weight in the common form, packed)."""
+    weight = weight_of(scheme, (out, columns), case, torch.Generator().manual_seed(out + columns))
+    if halves:
+        weight["scales"] = weight["scales"].half().float()
+    return weight, getattr(codes, f"pack_{scheme}")({name: tensor.clone() for name, tensor in weight.items()})
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).square().sum() / want.square().sum().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 13, 100])
+def test_against_the_reference(codes, isa, case, scheme, dtype, rows):
+    weight, packed = made(codes, scheme, CASES[case], 97, 192)
+    x = torch.randn(rows, 192, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    bias = torch.randn(97, generator=torch.Generator().manual_seed(3)).to(dtype)
+    want = getattr(schemes, f"linear_{scheme}")(x.double(), weight, bias.double())
+    got = codes.linear(x, packed, bias)
+    assert got.dtype == dtype and got.shape == want.shape
+    assert error(got, want) < (1e-5 if dtype == torch.bfloat16 else 1e-12)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_rows_bits_do_not_depend_on_the_others(codes, isa, scheme, dtype):
+    _, packed = made(codes, scheme, {"group": 48, "zeros": 1}, 200, 240)
+    x = torch.randn(130, 240, generator=torch.Generator().manual_seed(1)).to(dtype)
+    whole = codes.linear(x, packed)
+    for low, high in ((0, 1), (5, 7), (9, 12), (20, 24), (100, 113)):
+        assert torch.equal(codes.linear(x[low:high], packed), whole[low:high])
+
+
+def test_scales_are_kept_in_halves_only_where_that_keeps_every_bit(codes):
+    weight, packed = made(codes, "int4", {"group": 32}, 64, 96, halves=True)
+    assert packed.scales.dtype == torch.float16 and packed.offsets is None
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(0))
+    assert error(codes.linear(x, packed), schemes.linear_int4(x.double(), weight)) < 1e-12
+    assert made(codes, "int4", {"group": 32}, 64, 96)[1].scales.dtype == torch.float32
+
+
+def test_halves_are_read_exactly_on_every_instruction_set(codes, isa):
+    """Subnormals too: a scale may be as small as that."""
+    every = torch.tensor([1.0, 2**-14, 2**-15, 2**-24, 3 * 2**-24, 65504.0, -0.5, 1 / 3]).half().float()
+    weight = {"codes": torch.ones(8, 32, dtype=torch.int8), "scales": every[:, None]}
+    packed = codes.pack_int8(weight)
+    assert packed.scales.dtype == torch.float16
+    assert torch.equal(codes.linear(torch.eye(1, 32), packed)[0], every)
+
+
+def test_what_does_not_fit_is_refused(codes):
+    _, packed = made(codes, "int4", {"group": 32}, 64, 96)
+    with pytest.raises(RuntimeError, match="does not fit the packed codes"):
+        codes.linear(torch.zeros(1, 97), packed)
+    with pytest.raises(RuntimeError, match="ascending multiples of 8"):
+        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales, None, torch.tensor([32, 36, 96], dtype=torch.int32), 4, 64, 8.0, None, False)
+    with pytest.raises(RuntimeError, match="one dtype"):
+        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales.double(), None, packed.ends, 4, 64, 8.0, None, False)
