@@ -103,7 +103,8 @@ def config_of(header: GGUFHeader) -> dict[str, Any]:
         config["rope_scaling"] = scaling
     # Quantised files carry no dtype. Gemma's activations leave float16's range; the others were made for it.
     quantised = "bfloat16" if name.startswith("gemma") else "float16"
-    config["dtype"] = _DTYPES.get(meta.get("general.file_type", -1), quantised)
+    plain = _DTYPES.get(meta.get("general.file_type", -1))
+    config["dtype"], config["gguf_blocks"] = plain or quantised, plain is None
     _special_cases(name, config)
     config["architectures"] = [architecture]
     return config

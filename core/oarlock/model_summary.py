@@ -51,6 +51,7 @@ class ModelSummary:
     generation_config: dict[str, Any] = field(default_factory=dict)  # sampling defaults of the checkpoint
     quantization_config: dict[str, Any] | None = None
     is_gguf: bool = False
+    is_gguf_quantised: bool = False
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelSummary:
@@ -131,6 +132,7 @@ def load_summary(config: ModelConfig) -> ModelSummary:
         generation_config=_generation(config, generation),
         quantization_config=_quantization(Path(path), raw, from_file),
         is_gguf=from_file,
+        is_gguf_quantised=bool(from_file and raw.get("gguf_blocks")),
     )
 
 

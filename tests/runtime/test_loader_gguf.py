@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from oarlock.backend_api import Capabilities
+from oarlock.backend_api.runtime import IdentityCommunicator, bind_ops
 from oarlock.config.sections import ModelConfig
 from oarlock.errors import ConfigError, ModelError, WeightMismatch
 from oarlock.model_summary import load_summary
 from oarlock.runtime.loader import open_checkpoint
+from oarlock.runtime.loader.gguf_codes import Form
 from oarlock.runtime.loader.gguf_file import GGUFCheckpoint
-from oarlock.runtime.loader.gguf_quant import BLOCK_TYPES, dequantise
+from oarlock.runtime.loader.gguf_quant import BLOCK_TYPES, dequantise, read_codes
+from oarlock.runtime.models import build_model
+from oarlock.runtime.quantization.schemes import DEQUANTISE, pack_int4
+from oarlock.runtime.reference import ReferenceAttention
+from oarlock.runtime.weights import WeightLoader
+from oarlock.runtime.worker import choose_dtype
+from running import run
+from test_models_sharding import Host
 
 HALVES = {
     "Q4_0": [0],
@@ -33,7 +44,7 @@ HALVES = {
 
 def random_blocks(name: str, count: int) -> np.ndarray:
     """Every bit random, the scales made finite."""
-    blocks = np.random.default_rng(len(name)).integers(0, 256, (count, BLOCK_TYPES[name][0]), dtype=np.uint8)
+    blocks = np.random.default_rng(len(name)).integers(0, 256, (count, BLOCK_TYPES[name].block_bytes), dtype=np.uint8)
     for at in HALVES[name]:
         blocks[:, at + 1] = blocks[:, at + 1] & 0b10111111 | 0b00100000
     return blocks
@@ -50,12 +61,33 @@ def test_block_types_dequantise_as_the_reference_does(name: str, monkeypatch: py
     torch.testing.assert_close(got, torch.from_numpy(expected), rtol=2e-7, atol=1e-7)
 
 
+FUSED = [("Q4_K", "Q6_K"), ("Q4_0", "Q4_1"), ("Q2_K", "Q4_K"), ("Q3_K", "Q5_0"), ("Q4_0", "Q8_0"), ("Q5_K", "Q3_K", "Q4_0")]
+
+
+@pytest.mark.parametrize("types", [*((name,) for name in sorted(BLOCK_TYPES)), *FUSED], ids="+".join)
+def test_codes_mean_what_dequantising_gives(types: tuple[str, ...]) -> None:
+    """One form for all parts of a fused linear, and no number rounded on the way."""
+    form, shape = Form.of(list(types)), (6, 512)
+    for name in types:
+        raw = torch.from_numpy(random_blocks(name, 6 * 512 // BLOCK_TYPES[name].elements)).view(-1)
+        expected = torch.empty(shape)
+        dequantise(raw, name, expected)
+        codes = form.write(read_codes(raw, name, shape), name)
+        assert codes.q.dtype == (torch.uint8 if form.bits == 4 else torch.int8) and int(codes.q.max()) <= (15 if form.bits == 4 else 127)
+        assert codes.scale.shape == (6, 512 // form.group) and (codes.offset is not None) == form.has_offsets
+        weight = {"codes": pack_int4(codes.q) if form.bits == 4 else codes.q, "scales": codes.scale}
+        weight |= {"offsets": codes.offset} if codes.offset is not None else {}
+        got = DEQUANTISE[f"int{form.bits}"](weight, 512, torch.float32)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-5 * float(expected.abs().max()))
+
+
 # ---------------------------------------------------------------- whole files
 # Sizes that transformers' reader leaves at their defaults for some architectures are those defaults.
 HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB = 64, 2, 4, 2, 48
 
 
-def write(path: Path, arch: str, extra: dict[str, np.ndarray] | None = None, drop: str = "") -> Path:
+def write(path: Path, arch: str, extra: dict[str, np.ndarray] | None = None, drop: str = "", types: dict[str, str] | None = None, file_type: int = 0) -> Path:
+    """`types`: how tensors whose name has such a part are quantised."""
     dim = 128 if arch in ("qwen3", "qwen3moe") else 16
     inner = 256 if arch == "gpt2" else 96
     writer = gguf.GGUFWriter(str(path), arch)
@@ -80,7 +112,7 @@ def write(path: Path, arch: str, extra: dict[str, np.ndarray] | None = None, dro
         writer.add_expert_used_count(2)
     if arch == "qwen3moe":
         writer.add_expert_feed_forward_length(768)
-    writer.add_file_type(0)
+    writer.add_file_type(file_type)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"t{i}" for i in range(VOCAB)])
@@ -90,8 +122,10 @@ def write(path: Path, arch: str, extra: dict[str, np.ndarray] | None = None, dro
     writer.add_bos_token_id(2)
     writer.add_pad_token_id(0)
     for name, data in {**tensors(arch, dim, inner), **(extra or {})}.items():
-        if name != drop:
-            writer.add_tensor(name, data)
+        kind = next((gguf.GGMLQuantizationType[kind] for part, kind in (types or {}).items() if part in name and data.ndim == 2), None)
+        if name == drop:
+            continue
+        writer.add_tensor(name, data) if kind is None else writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -254,3 +288,57 @@ def test_load_formats_that_do_not_fit_the_file_are_refused(tmp_path: Path) -> No
         opened(path, load_format="safetensors")
     assert caught.value.option == "--load-format"
     assert opened(path, load_format="dummy").is_dummy
+
+
+# ---------------------------------------------------------------- multiplied as stored
+MIXED = {"attn_q": "Q4_1", "attn_k": "Q4_0", "attn_v": "Q8_0", "attn_output": "Q4_1", "ffn_gate": "Q4_0", "ffn_up": "Q4_0", "ffn_down": "Q5_1", "token_embd": "Q8_0"}
+STORED = {"qkv": "int8", "o": "int4", "gate_up": "int4", "down": "int8"}
+
+
+@pytest.mark.parametrize(("arch", "drop"), [("llama", "output.weight"), ("qwen3", ""), ("gemma3", "")], ids=["llama-tied", "qwen3", "gemma3"])
+def test_a_device_with_kernels_multiplies_the_files_codes(arch: str, drop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On cpu linears keep their codes, a tied head too; the tokens are those of a device that dequantises them all at load."""
+    kept: list[dict[str, set[str]]] = []  # of each model: what its first layer's linears, and its head, are made of
+    load = WeightLoader.load
+
+    def watched(self: WeightLoader, *arguments: Any) -> Any:
+        tree = load(self, *arguments)
+        kept.append({name: set(w) for name, w in [*tree["layers"][0].items(), *tree.items()] if name in (*STORED, "lm_head")})
+        return tree
+
+    monkeypatch.setattr(WeightLoader, "load", watched)
+    path = write(tmp_path / "m.gguf", arch, drop=drop, types={**MIXED, "output.weight": "Q8_0"})
+    prompts = [list(range(3, 20)), [5], list(range(40, 2, -1))]
+    got = run(SimpleNamespace(path=path), prompts, new_tokens=12)  # type: ignore[arg-type]
+    assert kept[0] == {name: {scheme} for name, scheme in STORED.items()} | ({"lm_head": {"int8"}} if arch == "qwen3" else {})
+    assert got == run(SimpleNamespace(path=path), prompts, new_tokens=12, device="sim-eager")  # type: ignore[arg-type]
+    assert kept[1]["qkv"] == {"weight"}
+
+
+def test_the_plan_of_a_file_counts_its_codes(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "llama", drop="output.weight", types=MIXED)
+    summary = load_summary(ModelConfig(str(path)))
+    sizes = {}
+    for keeps in (True, False):
+        with open_checkpoint(summary, ModelConfig(str(path)), keeps_codes=keeps) as checkpoint:
+            prepare = {name: lambda weight: weight for name in ("lm_head", "linear_int4", "linear_int8")} if keeps else {}
+            _, specs = build_model(summary, bind_ops([], "float32"), IdentityCommunicator(0, 1), lambda p, _: ReferenceAttention(16, torch.float32, p), 16, torch.float32)
+            sizes[keeps] = WeightLoader(checkpoint, Host(), torch.float32, 0, 1, prepare, checkpoint.quantization).measure(specs)
+    assert sizes[True]["lm_head"] == VOCAB * HIDDEN + VOCAB * HIDDEN // 32 * 4 and sizes[False]["lm_head"] == 0
+    assert sizes[True]["layers"] < sizes[False]["layers"] / 2.5
+
+
+def test_a_quantised_file_takes_the_dtype_that_the_device_multiplies_blocks_in(tmp_path: Path) -> None:
+    """Such a file has no dtype of its own; one of plain numbers has."""
+
+    class Prefers(Host):
+        @property
+        def capabilities(self) -> Capabilities:
+            return Capabilities(dtypes=("bfloat16", "float32"), gguf_dtype="float32")
+
+    quantised_file, plain = write(tmp_path / "q.gguf", "llama", types=MIXED, file_type=3), write(tmp_path / "p.gguf", "llama", file_type=1)
+    summaries = {path: load_summary(ModelConfig(str(path))) for path in (quantised_file, plain)}
+    assert [s.is_gguf_quantised for s in summaries.values()] == [True, False]
+    assert choose_dtype("auto", summaries[quantised_file], Prefers()) == "float32"
+    assert choose_dtype("auto", summaries[plain], Prefers()) == "bfloat16"
+    assert choose_dtype("bfloat16", summaries[quantised_file], Prefers()) == "bfloat16"

@@ -56,7 +56,7 @@ def _packed(codes: torch.Tensor, weight: dict[str, torch.Tensor], bits: int, zer
         codes = torch.nn.functional.pad(codes, (0, int(ends[-1]) - codes.shape[1]))
     else:
         codes = torch.nn.functional.pad(codes, (0, 1))[:, order.clamp(max=codes.shape[1])]
-    offsets = -weight["zeros"].float() * scales if "zeros" in weight else None
+    offsets = -weight["zeros"].float() * scales if "zeros" in weight else weight.get("offsets")
     tables = [t for t in (scales, offsets) if t is not None]
     if all(torch.equal(t.half().float(), t) for t in tables):
         tables = [t.half() for t in tables]

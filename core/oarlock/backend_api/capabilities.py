@@ -19,6 +19,7 @@ class Capabilities:
     dynamic_shapes: bool = True  # False: every step is padded to `BucketTable` entries
     dtypes: tuple[str, ...] = ("float32",)  # preferred first; "float32", "bfloat16", "float16"
     fast_dtypes: tuple[str, ...] = ()  # those that `--dtype auto` may keep from a checkpoint; () means all of dtypes
+    gguf_dtype: str | None = None  # what `--dtype auto` takes for a GGUF file of quantised blocks, which has no dtype; None: as for others
     kv_dtypes: tuple[str, ...] = ("auto",)
     block_sizes: tuple[int, ...] = (16, 8, 32)  # preferred first
     pinned_memory: bool = False

@@ -155,6 +155,8 @@ def capabilities(subject: Subject) -> None:
         problems.append(f"dtypes {caps.dtypes} must be some of {_DTYPES}, preferred first")
     if set(caps.fast_dtypes) - set(caps.dtypes):
         problems.append(f"fast_dtypes {caps.fast_dtypes} must be among dtypes {caps.dtypes}")
+    if caps.gguf_dtype not in (None, *caps.dtypes):
+        problems.append(f"gguf_dtype {caps.gguf_dtype} must be among dtypes {caps.dtypes}")
     if set(caps.batch_invariant) - set(caps.dtypes):
         problems.append(f"batch_invariant {caps.batch_invariant} must be among dtypes {caps.dtypes}")
     if not caps.block_sizes or any(not isinstance(n, int) or n < 1 for n in caps.block_sizes):

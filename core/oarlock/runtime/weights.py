@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -74,7 +75,7 @@ class WeightLoader:
         """
         tree: dict[str, Any] = {}
         for spec, formats in progress(self.wanted(specs)):
-            if formats is not None and spec.kind != "lm_head":
+            if formats is not None and self._keeps_codes(spec, formats):
                 self._load_quantised(tree, spec, formats)
                 continue
             whole = self._whole(spec, self._read) if formats is None else self._head(spec, formats, self._read_stored)
@@ -90,10 +91,30 @@ class WeightLoader:
         by_runs = "groups" not in weight and weight["scales"].shape[-1] > 1  # then scales are divided as the columns are
         for name, tensor in weight.items():
             self.bytes += tensor.nbytes
-            follows = name == "codes" or (name not in ("groups", "input_scale") if spec.shard != "row" else name in ("scales", "zeros") and by_runs)
+            follows = name == "codes" or (name not in ("groups", "input_scale") if spec.shard != "row" else name in ("scales", "zeros", "offsets") and by_runs)
             weight[name] = self.device.place(".".join(map(str, (*path, name))), tensor, spec.shard if follows else "none")
-        prepare = self.prepare.get(f"linear_{path[-1]}") if spec.kind == "linear" else None
+        prepare = self.prepare.get(f"linear_{path[-1]}") if not spec.stack else None
         _put(tree, path, prepare(weight) if prepare is not None else weight)
+
+    def _keeps_codes(self, spec: WeightSpec, formats: tuple[LinearFormat, ...]) -> bool:
+        """A head is multiplied as it is stored where the device has that for its scheme; elsewhere it is a plain weight."""
+        return spec.kind != "lm_head" or f"linear_{formats[0].scheme}" in self.prepare
+
+    def tied_head(self, embed: WeightSpec, table: Any) -> dict[str, Any]:
+        """The head of tied embeddings: of the embedding's codes where the checkpoint and the device have them, else of `table`."""
+        spec, formats = self._tied(embed)
+        if formats is None:
+            prepare = self.prepare.get("lm_head")
+            return {"weight": prepare(table) if prepare is not None else table}
+        tree: dict[str, Any] = {}
+        self._load_quantised(tree, spec, formats)
+        found: dict[str, Any] = tree["lm_head"]
+        return found
+
+    def _tied(self, embed: WeightSpec) -> tuple[WeightSpec, Formats]:
+        spec = replace(embed, path=("lm_head", "weight"), kind="lm_head")
+        found = self.quantised.quantization.linear(spec.sources[0].removesuffix(".weight"), True) if self.quantised is not None else None
+        return spec, (found,) if found is not None and self._keeps_codes(spec, (found,)) else None
 
     def _head(self, spec: WeightSpec, formats: tuple[LinearFormat, ...], read: Any) -> torch.Tensor:
         assert self.quantised is not None
@@ -103,11 +124,16 @@ class WeightLoader:
         """Bytes of what `load` would place, by the first part of the path; nothing is read. Raises WeightMismatch as `load`."""
         found: dict[str, int] = {}
         known: dict[Any, int] = {}  # layers are alike
-        for spec, formats in self.wanted(specs):
+        wanted = self.wanted(specs)
+        for spec, formats in wanted:
             like = (spec.shapes, spec.shard, spec.transpose, spec.split, spec.heads, spec.stack, spec.stack_parts, spec.dtype, formats)
             if like not in known:
                 known[like] = self._measured(spec, formats)
             found[str(spec.path[0])] = found.get(str(spec.path[0]), 0) + known[like]
+        if "lm_head" not in found:
+            for spec in (spec for spec, _ in wanted if spec.path == ("embed", "weight")):
+                head, tied = self._tied(spec)
+                found["lm_head"] = self._measured(head, tied) if tied is not None else found["embed"] if "lm_head" in self.prepare else 0
         return found
 
     def _measured(self, spec: WeightSpec, formats: Formats) -> int:
@@ -116,7 +142,7 @@ class WeightLoader:
 
         if formats is None or self.quantised is None:
             return self._whole(spec, meta).nbytes
-        if spec.kind == "lm_head":
+        if not self._keeps_codes(spec, formats):
             return self._head(spec, formats, meta).nbytes
         return sum(tensor.nbytes for tensor in self.quantised.weight(spec, formats, self._shard, meta).values())
 

@@ -53,8 +53,10 @@ log = logging.getLogger("oarlock.worker")
 DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"}
 
 
-def choose_dtype(asked: str, checkpoint: str, device: Device) -> str:
+def choose_dtype(asked: str, summary: ModelSummary, device: Device) -> str:
     """The model's dtype. `auto`: the checkpoint's if the device is fast in it, else the device's preferred one.
+
+    A GGUF file of quantised blocks has no dtype: there `auto` is what the device prefers to multiply them in, if it says so.
 
     Raises:
         UnsupportedByBackend: the device does not compute in the dtype that was asked for.
@@ -65,7 +67,10 @@ def choose_dtype(asked: str, checkpoint: str, device: Device) -> str:
         if name not in caps.dtypes:
             raise UnsupportedByBackend(f"--dtype {asked}: {device.describe()} computes in {', '.join(caps.dtypes)}")
         return name
-    fast = caps.fast_dtypes or caps.dtypes
+    if summary.is_gguf_quantised and caps.gguf_dtype:
+        log.info("dtype auto: %s, in which the device multiplies quantised GGUF blocks", caps.gguf_dtype)
+        return caps.gguf_dtype
+    fast, checkpoint = caps.fast_dtypes or caps.dtypes, summary.dtype
     chosen = checkpoint if checkpoint in fast else caps.dtypes[0]
     log.info("dtype auto: %s (the checkpoint is in %s; the device is fast in %s)", chosen, checkpoint, ", ".join(fast))
     return chosen
@@ -136,10 +141,11 @@ class Worker:
     def _planned(self, free: int, total: int) -> Iterator[tuple[WeightLoader, list[WeightSpec]]]:
         """The plan is made; what loads the weights, and which."""
         quantization = self._quantization()
-        checkpoint = open_checkpoint(self.summary, self.config.model)
+        has_kernels = all(f"linear_{scheme}" in self.ops.prepare for scheme in ("int4", "int8"))  # a reference dequantises at every step
+        checkpoint = open_checkpoint(self.summary, self.config.model, keeps_codes=has_kernels)
         try:
             specs = self._build(layer_scales(self.config, self.summary, checkpoint, self.rank))
-            loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare, quantization)
+            loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare, quantization or checkpoint.quantization)
             self.plan = self._plan(free, total, {**loader.measure(specs), "rope": self._table_bytes()})
             yield loader, specs
         finally:
@@ -149,7 +155,7 @@ class Worker:
         """dtype, block size, communicator, graph runner and ops: everything chosen among plugins, once."""
         caps = self.device.capabilities
         self.plugins = worker_plugins(self.device_name)
-        self.dtype_name = choose_dtype(self.config.model.dtype, self.summary.dtype, self.device)
+        self.dtype_name = choose_dtype(self.config.model.dtype, self.summary, self.device)
         self.dtype = getattr(torch, self.dtype_name)
         self.kv_dtype = cache_dtype(self.config.cache.kv_cache_dtype, self.dtype)
         check_device(caps, self.config, self.device.describe())
@@ -223,10 +229,9 @@ class Worker:
 
     def _load(self, loader: WeightLoader, specs: list[WeightSpec]) -> None:
         self.weights = loader.load(specs, progress if self.rank == 0 else lambda unseen: unseen)
-        if "lm_head" not in self.weights and "embed" in self.weights:
-            tied = self.weights["embed"]["weight"]
-            prepare = self.ops.prepare.get("lm_head")
-            self.weights["lm_head"] = {"weight": prepare(tied) if prepare else tied}
+        embed = next((spec for spec in specs if spec.path == ("embed", "weight")), None)
+        if "lm_head" not in self.weights and embed is not None:
+            self.weights["lm_head"] = loader.tied_head(embed, self.weights["embed"]["weight"])
         if self.model.joined:
             self.weights["layers"] = self.ops.prepare["decoder_stack"](self.weights["layers"])
         tables = self.model.tables(self.summary.max_model_len)
@@ -262,12 +267,11 @@ class Worker:
     def _plan(self, free: int, total: int, weights: dict[str, int]) -> MemoryPlan:
         """The plan for weights, and tables beside them, of so many bytes. Rank 0 logs it."""
         caps, item = self.device.capabilities, self.dtype.itemsize
-        tied = 0 if "lm_head" in weights or "lm_head" not in self.ops.prepare else weights.get("embed", 0)  # the head's own copy
         shapes = self.model.attentions[0].kv_layout(2)
         per_tensor = sum(torch.Size(shape).numel() // 2 for shape in shapes) * self.kv_dtype.itemsize
         tensors = max(len(g.layers) for g in self.model.groups)
         needs = MemoryNeeds(
-            weights_bytes=sum(weights.values()) + tied,
+            weights_bytes=sum(weights.values()),
             activation_bytes=0,
             program_bytes=0,
             bytes_per_block=per_tensor * tensors,
@@ -292,7 +296,7 @@ class Worker:
         planned = next(size for what, size, _ in self.plan.rows if what == "weights")
         if used > planned and not self.device.capabilities.host_is_device:
             log.info("rank %d: the weights take %s, planned were %s", self.rank, gib(used), gib(planned))
-            self.plan = self._plan(free, total, {"lm_head": used})
+            self.plan = self._plan(free, total, {"weights": used})
 
     def start(self, num_blocks: int, num_host_blocks: int, max_model_len: int) -> tuple[float, int]:
         """Allocate the KV cache with the agreed sizes and warm up. Returns (seconds, programs). Raises OutOfDeviceMemory."""

@@ -32,7 +32,7 @@ class StoredTensor:
 class QuantizedWeight:
     """The common form of one linear: weight[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g], g the group of column k.
 
-    With a codebook: weight[n, k] = codebook[n, codes[n, k]] * scales[n, g].
+    With offsets: codes[n, k] * scales[n, g] + offsets[n, g]. With a codebook: codebook[n, codes[n, k]] * scales[n, g].
     """
 
     codes: torch.Tensor  # [out, in]: uint8 of 0 .. 15 (int4), int8 (int8, w8a8), float8_e4m3fn (fp8, w8a8_fp8), uint8 (codebook)
@@ -41,6 +41,7 @@ class QuantizedWeight:
     groups: torch.Tensor | None = None  # [in] int32: the group of each column; None: equal runs of columns in order
     input_scale: torch.Tensor | None = None  # [1] float32: static scale of the activations; None with w8a8 or w8a8_fp8: one for each token
     codebook: torch.Tensor | None = None  # [out, entries] float32
+    offsets: torch.Tensor | None = None  # [out, groups] float32, in place of zeros; only int4 and int8 have them
 
 
 class LinearFormat(CheckedOverrides, abc.ABC):

@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 
 import torch
 
+from oarlock.backend_api.runtime import Quantization
 from oarlock.errors import WeightMismatch
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ class Checkpoint(abc.ABC):
     """Tensors by name. Not thread-safe. `close` it, or use it as a context manager."""
 
     is_dummy = False  # tensors are made up from the shape asked for, and `names` is empty
+    quantization: Quantization | None = None  # that the file itself is, whatever its settings say
 
     @abc.abstractmethod
     def names(self) -> set[str]:

@@ -1,7 +1,7 @@
 """A .gguf file as a checkpoint: tensors under their Hugging Face names and in Hugging Face's conventions.
 
 Owns: the names of each architecture's tensors, and what the GGUF converter did to them, undone.
-Reads: `gguf_header`, `model_summary`, `errors`, `gguf_quant`.
+Reads: `gguf_header`, `model_summary`, `errors`, `gguf_codes`, `gguf_quant`.
 Never: changes the file.
 """
 
@@ -15,7 +15,8 @@ from oarlock.errors import ModelError, WeightMismatch
 from oarlock.gguf_header import GGUFTensor, read_header
 from oarlock.model_summary import ModelSummary
 from oarlock.runtime.loader.checkpoint import Checkpoint, cast
-from oarlock.runtime.loader.gguf_quant import BLOCK_TYPES, dequantise
+from oarlock.runtime.loader.gguf_codes import BlockQuantization
+from oarlock.runtime.loader.gguf_quant import BLOCK_TYPES, Codes, dequantise, read_codes
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -60,6 +61,10 @@ _PERMUTED = ("LlamaForCausalLM", "MixtralForCausalLM", "SmolLM3ForCausalLM")  # 
 _ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read by `gguf_config`
 
 
+_TABLES = ("model.embed_tokens", "transformer.wte", "transformer.wpe")
+_PARTS = ("codes", "scales", "offsets")
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     tensor: GGUFTensor
@@ -74,11 +79,21 @@ class _Source:
         return shape[::-1] if self.transposed else shape
 
 
-class GGUFCheckpoint(Checkpoint):
-    """Tensors of one file. Block-quantised ones are dequantised each time they are asked for."""
+def _is_linear(name: str, source: _Source) -> bool:
+    """Whether a tensor is the weight of a linear (or a tied head's) whose rows are outputs."""
+    return name.endswith(".weight") and len(source.shape) == 2 and source.expert is None and not (source.transposed or source.plus_one)
 
-    def __init__(self, summary: ModelSummary) -> None:
-        """Raises ModelError for an architecture without a name table, WeightMismatch for a tensor that has no name in it."""
+
+class GGUFCheckpoint(Checkpoint):
+    """Tensors of one file. Block-quantised ones are dequantised each time they are asked for; of linears that keep their codes,
+    `codes`, `scales` and `offsets` stand in place of `weight`.
+    """
+
+    def __init__(self, summary: ModelSummary, *, keeps_codes: bool = False) -> None:
+        """`keeps_codes`: linears are multiplied as they are stored, where a block type has codes.
+
+        Raises ModelError for an architecture without a name table, WeightMismatch for a tensor that has no name in it.
+        """
         self._path = summary.path
         header = read_header(self._path)
         if summary.architecture not in _LAYER:
@@ -87,28 +102,36 @@ class GGUFCheckpoint(Checkpoint):
         for tensor in header.tensors.values():
             if tensor.name not in _ROPE_TABLES:
                 self._add(tensor, summary)
+        self._tables: dict[str, torch.Tensor] = {}  # scales and offsets of the codes that were last asked for
+        if keeps_codes:
+            self.quantization = BlockQuantization({name.removesuffix(".weight"): s.tensor.type_name for name, s in self._sources.items() if _is_linear(name, s)})
         size = max((tensor.offset + tensor.nbytes for tensor in header.tensors.values()), default=0)
         # Private pages: the file is never written, and pages are read when they are touched.
         self._data: torch.Tensor | None = torch.from_file(self._path, shared=False, size=size, dtype=torch.uint8)
 
     def names(self) -> set[str]:
-        return set(self._sources)
+        found = set(self._sources)
+        for prefix, form in self.quantization.forms.items() if self.quantization is not None else ():
+            if prefix not in _TABLES:  # an embedding is looked up in a plain table, and is the head's weight besides
+                found.remove(f"{prefix}.weight")
+                found |= {f"{prefix}.{part}" for part in ("codes", "scales", *(("offsets",) if form.has_offsets else ()))}
+        return found
 
     def shape(self, name: str) -> tuple[int, ...]:
+        prefix, _, part = name.rpartition(".")
+        if part in _PARTS and self.quantization is not None and prefix in self.quantization.forms:
+            out_size, in_size = self._source(f"{prefix}.weight").shape
+            return (out_size, in_size if part == "codes" else in_size // self.quantization.forms[prefix].group)
         return self._source(name).shape
 
     def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        prefix, _, part = name.rpartition(".")
+        if part in _PARTS and self.quantization is not None and prefix in self.quantization.forms:
+            return self._part(prefix, part)
         source = self._source(name)
+        raw, shape = self._raw(source)
         tensor = source.tensor
-        if self._data is None:
-            raise ModelError(f"{self._path} is closed")
-        raw = self._data[tensor.offset : tensor.offset + tensor.nbytes]
-        shape = tensor.shape
-        if source.expert is not None:
-            raw, shape = raw.view(shape[0], -1)[source.expert], shape[1:]
-        if source.permuted_heads:
-            # Undone on the packed bytes: rows move whole.
-            raw = raw.view(source.permuted_heads, shape[0] // source.permuted_heads // 2, 2, -1).transpose(1, 2).reshape(-1)
+        tensor = source.tensor
         if tensor.type_name in _PLAIN:
             value = raw.view(_PLAIN[tensor.type_name]).view(shape)
         elif tensor.type_name in BLOCK_TYPES:
@@ -121,8 +144,37 @@ class GGUFCheckpoint(Checkpoint):
             value = (value.float() - 1).to(value.dtype)
         return cast(value.t() if source.transposed else value, dtype)
 
+    def _raw(self, source: _Source) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """(packed bytes in the order of Hugging Face's rows, shape)."""
+        tensor = source.tensor
+        if self._data is None:
+            raise ModelError(f"{self._path} is closed")
+        raw = self._data[tensor.offset : tensor.offset + tensor.nbytes]
+        shape = tensor.shape
+        if source.expert is not None:
+            raw, shape = raw.view(shape[0], -1)[source.expert], shape[1:]
+        if source.permuted_heads:
+            # Undone on the packed bytes: rows move whole.
+            raw = raw.view(source.permuted_heads, shape[0] // source.permuted_heads // 2, 2, -1).transpose(1, 2).reshape(-1)
+        return raw, shape
+
+    def _part(self, prefix: str, part: str) -> torch.Tensor:
+        """Codes, scales or offsets of a linear. Scales are asked for after codes, and are unpacked with them."""
+        assert self.quantization is not None
+        name = f"{prefix}.{part}"
+        if name not in self._tables:
+            source = self._source(f"{prefix}.weight")
+            raw, shape = self._raw(source)
+            type_name = source.tensor.type_name
+            codes: Codes = self.quantization.forms[prefix].write(read_codes(raw, type_name, (shape[0], shape[1])), type_name)
+            self._tables = {f"{prefix}.codes": codes.q, f"{prefix}.scales": codes.scale}
+            if codes.offset is not None:
+                self._tables[f"{prefix}.offsets"] = codes.offset
+        return self._tables.pop(name)
+
     def close(self) -> None:
         self._data = None
+        self._tables.clear()
 
     def _source(self, name: str) -> _Source:
         try:

@@ -20,8 +20,8 @@ from oarlock.weight_files import weight_files
 LOAD_FORMATS = ("auto", "safetensors", "pt", "npcache", "dummy", "gguf")
 
 
-def open_checkpoint(summary: ModelSummary, config: ModelConfig) -> Checkpoint:
-    """The weights of a model, under the names of its text model.
+def open_checkpoint(summary: ModelSummary, config: ModelConfig, *, keeps_codes: bool = False) -> Checkpoint:
+    """The weights of a model, under the names of its text model. `keeps_codes`: those of a GGUF file may be left quantised.
 
     Raises:
         ConfigError: an unknown `--load-format`, or one that does not fit the file.
@@ -35,7 +35,7 @@ def open_checkpoint(summary: ModelSummary, config: ModelConfig) -> Checkpoint:
     if summary.is_gguf:
         if kind not in ("auto", "gguf"):
             raise ConfigError(f"--load-format {kind} cannot read the GGUF file {summary.path}; use auto or gguf", option="--load-format")
-        return GGUFCheckpoint(summary)
+        return GGUFCheckpoint(summary, keeps_codes=keeps_codes)
     if kind == "gguf":
         raise ConfigError(f"--load-format gguf needs a .gguf file, {summary.path} is a folder; use auto", option="--load-format")
     files = weight_files(summary.path, kind)

@@ -113,7 +113,9 @@ class NativeModel:
         x = apply_norm(self.ops, spec.norm, hidden, weights["final_norm"]) if spec.final_norm else hidden
         if "project_out" in weights:
             x = apply_linear(self.ops, x, weights["project_out"])
-        logits = self.ops.lm_head(x, weights["lm_head"]["weight"], weights["lm_head"].get("bias"))
+        head = weights["lm_head"]
+        # A quantised head's sums stay float32, too: they are those of a float32 linear.
+        logits = self.ops.lm_head(x, head["weight"], head.get("bias")) if "weight" in head else apply_linear(self.ops, x.float(), head)
         if self.comm.size > 1 and logits.shape[-1] != spec.vocab_size:
             logits = self.comm.all_gather(logits)
         if spec.logit_softcap is not None:

@@ -33,6 +33,7 @@ _GROUPED: tuple[dict[str, Any], ...] = (
     *_SIZES,
     {"tokens": 5, "k": 99, "n": 40, "group": 11, "zeros": 1},
     {"tokens": 6, "k": 96, "n": 33, "group": 32, "zeros": 1, "order": 1, "bias": 1},
+    {"tokens": 3, "k": 64, "n": 40, "group": 16, "offsets": 1},
 )
 _CHANNEL = tuple({key: value for key, value in case.items() if key != "group"} for case in _SIZES)
 _W8A8 = (*_CHANNEL, {"tokens": 9, "k": 80, "n": 48, "static": 1, "bias": 1}, {"tokens": 5, "k": 96, "n": 40, "fill": "outliers"})
@@ -51,7 +52,8 @@ _ORDERED = (*_EXPERTS, {"tokens": 9, "experts": 4, "k": 2, "hidden": 48, "size":
 def weight_of(scheme: str, shape: tuple[int, ...], case: inputs.Case, g: torch.Generator) -> dict[str, torch.Tensor]:
     """A random weight of `shape` ([..., out, in]), about 1 / sqrt(in) large.
 
-    `group`: columns of a group, else one group; `zeros`, `order` and `static`: with zeros, scattered groups, a static input scale.
+    `group`: columns of a group, else one group; `zeros`, `offsets`, `order` and `static`: with zeros, offsets, scattered groups, a
+    static input scale.
     """
     *outer, columns = shape
     num_groups = columns // min(case.get("group", columns), columns)
@@ -69,6 +71,8 @@ def weight_of(scheme: str, shape: tuple[int, ...], case: inputs.Case, g: torch.G
     if case.get("zeros"):
         low, high = (0, 17) if scheme == "int4" else (-128, 129)  # old gptq checkpoints have zeros one beyond the largest code
         found["zeros"] = torch.randint(low, high, scales.shape, generator=g).to(torch.int16)
+    if case.get("offsets"):
+        found["offsets"] = torch.randn(scales.shape, generator=g) * size
     if case.get("order"):
         scattered = torch.rand((*shape[:-2], columns), generator=g).argsort(-1)
         found["groups"] = (scattered // (columns // num_groups)).to(torch.int32)

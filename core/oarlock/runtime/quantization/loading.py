@@ -137,7 +137,7 @@ class QuantizedReader:
         if self.size == 1 or spec.shard == "none":
             return whole
         if spec.shard != "row":
-            per_row = {name: getattr(whole, name) for name in ("codes", "scales", "zeros", "codebook")}
+            per_row = {name: getattr(whole, name) for name in ("codes", "scales", "zeros", "offsets", "codebook")}
             return replace(whole, **{name: shard(tensor) for name, tensor in per_row.items() if tensor is not None})
         columns, num_groups = whole.codes.shape[1], whole.scales.shape[1]
         width = columns // self.size
@@ -147,8 +147,8 @@ class QuantizedReader:
             return mine
         if whole.groups is None and width % (columns // num_groups) == 0:
             first, last = low * num_groups // columns, (low + width) * num_groups // columns
-            zeros = None if whole.zeros is None else whole.zeros[:, first:last]
-            return replace(mine, scales=whole.scales[:, first:last], zeros=zeros)
+            tables = {name: getattr(whole, name) for name in ("scales", "zeros", "offsets")}
+            return replace(mine, **{name: table[:, first:last] for name, table in tables.items() if table is not None})
         if scheme == "w8a8_fp8":  # activations are scaled by whole groups
             works = max(ranks for ranks in range(1, self.size) if num_groups % ranks == 0)
             raise ConfigError(
@@ -170,7 +170,7 @@ def _sizes(spec: WeightSpec, at: int) -> tuple[int, int]:
 
 def _packed(weight: QuantizedWeight, scheme: str, *, experts: bool) -> Weight:
     found = {"codes": pack_int4(weight.codes) if scheme == "int4" else weight.codes, "scales": weight.scales}
-    for name in ("zeros", "groups", "codebook") if experts else ("zeros", "groups", "codebook", "input_scale"):
+    for name in ("zeros", "offsets", "groups", "codebook") if experts else ("zeros", "offsets", "groups", "codebook", "input_scale"):
         if getattr(weight, name) is not None:
             found[name] = getattr(weight, name)
     return {name: tensor.contiguous() for name, tensor in found.items()}

@@ -6,14 +6,15 @@ Never: branches on a value; knows a checkpoint's format.
 
 A weight is a dict of tensors, or whatever a device's `prepare` made of it. Leading dimensions (experts) may stand before these:
 
-    int4      codes [out, ceil(in / 2)] uint8, the lower half of a byte first; scales; zeros?; groups?    weight of 16-bit activations
-    int8      codes [out, in] int8; scales; zeros?; groups?
+    int4      codes [out, ceil(in / 2)] uint8, the lower half of a byte first; scales; zeros? or offsets?; groups?    weight of 16-bit activations
+    int8      codes [out, in] int8; scales; zeros? or offsets?; groups?
     fp8       codes [out, in] float8_e4m3fn; scales
     codebook  codes [out, in] uint8; codebook [out, entries] float32; scales
     w8a8      as int8 with one group and no zeros; input_scale?    activations are int8: one scale for each token, or the static one
     w8a8_fp8  as fp8; input_scale?    activations are float8_e4m3fn: one scale for each token and group, or the static one
 
-    scales [out, num_groups] float32; zeros [out, num_groups] int16 (absent: 8 for int4, else 0); groups [in] int32, the group of each
+    scales [out, num_groups] float32; zeros [out, num_groups] int16 (absent: 8 for int4, else 0), taken from codes before they are scaled,
+    or offsets [out, num_groups] float32, added to bare codes after they are scaled; groups [in] int32, the group of each
     column (absent: num_groups equal runs). Groups are explicit where activation order scattered them: the part of such a weight that
     a rank of a row-parallel linear holds has groups of unequal size, so that no order of columns makes them runs again.
 """
@@ -59,6 +60,8 @@ def _spread(values: torch.Tensor, columns: int, groups: torch.Tensor | None) -> 
 def _dequantise(codes: torch.Tensor, weight: Weight, zero: int, dtype: torch.dtype) -> torch.Tensor:
     groups, columns = weight.get("groups"), codes.shape[-1]
     value = codes.to(dtype)
+    if "offsets" in weight:
+        return value * _spread(weight["scales"].to(dtype), columns, groups) + _spread(weight["offsets"].to(dtype), columns, groups)
     if "zeros" in weight:
         value = value - _spread(weight["zeros"].to(dtype), columns, groups)
     elif zero:
