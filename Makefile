@@ -8,7 +8,9 @@ MODEL  ?=
 ARGS   ?=
 BIN    := $(VENV)/bin
 
-# One pytest run, cheapest first. Folders that do not exist yet are left out.
+# Processes that tests run in side by side. A worker of pytest takes about 1 GiB.
+JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ "$$n" -gt 4 ] && echo 4 || echo "$$n")
+# Cheapest first. Folders that do not exist yet are left out.
 TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/*/tests plugins/*/tests tests/api tests/e2e)
 
 export VENV PYTHON TORCH
@@ -18,7 +20,7 @@ export VENV PYTHON TORCH
 help:
 	@echo "make install     make $(VENV) with everything that tests need; does nothing when nothing changed"
 	@echo "make serve       serve a small chat model: [MODEL=name|folder|file.gguf] [DEVICE=auto] [PORT=8000] [ARGS=\"--max-model-len 2048\"]"
-	@echo "make test        all tests but the long ones; about 12 minutes on two cores"
+	@echo "make test        all tests but the long ones; about 9 minutes on two cores"
 	@echo "make test-full   all tests"
 	@echo "make test-tpu    what of the tpu backend can be tested without a TPU, in an environment of its own; writes docs/tpu.md"
 	@echo "make bench       throughput and latency of the small chat model on this machine"
@@ -33,11 +35,18 @@ serve:
 	[ -n "$$model" ] || { model=$$($(BIN)/python tools/make_models.py --gguf-only smollm2) || exit 1; name="--served-model-name smollm2"; }; \
 	exec $(BIN)/oarlock serve "$$model" $$name --device "$(DEVICE)" --port "$(PORT)" $(ARGS)
 
+# Side by side what can be, then what measures time or uses all cores. Whole files go to one process, for they share what they load.
+define pytest
+@status=0; \
+$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone" $(1) $(TESTS) || status=$$?; \
+$(BIN)/python -m pytest -m alone $(1) $(TESTS) || status=$$?; exit $$status
+endef
+
 test: install
-	@$(BIN)/python -m pytest $(TESTS)
+	$(call pytest)
 
 test-full: install
-	@$(BIN)/python -m pytest --full $(TESTS)
+	$(call pytest,--full)
 
 # An environment of its own: JAX, libtpu and torchax take more than a gigabyte. No TPU is needed; see backends/tpu/README.md.
 test-tpu:

@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
-# Before torch is imported anywhere: two threads, and none of them spins while a test's server process wants the core.
+# Before torch is imported anywhere: two threads, one where tests run side by side, and none of them spins while a test's server process
+# wants the core.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -27,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: long; runs only with --full (make test-full)")
+    config.addinivalue_line("markers", "alone: measures time, or uses all cores; make test runs it after those that run side by side")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

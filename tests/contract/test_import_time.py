@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from source_code import ROOT, packages_outside_core
 
+pytestmark = pytest.mark.alone
 IMPORT_S = 0.150
 HELP_S = 0.5
 PLUGIN_S = 0.100

@@ -215,6 +215,7 @@ def cpu_seconds(pid: int) -> float:
     return total
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to read a process's CPU time")
 @pytest.mark.parametrize("size", [1, 2])
 def test_idle_engine_process_takes_no_cpu(tiny, size):
@@ -257,6 +258,7 @@ def test_idle_engine_process_takes_no_cpu(tiny, size):
     assert max(idle) <= IDLE_CPU_S, f"{idle} CPU seconds in {IDLE_S} s each with nothing to do"
 
 
+@pytest.mark.alone
 def test_idle_offline_engine_takes_no_cpu(tiny):
     import time
 

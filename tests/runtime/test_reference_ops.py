@@ -2,9 +2,10 @@
 
 import inspect
 import math
+import subprocess
+import sys
 
-import oarlock.runtime.layers.decoder
-import oarlock.runtime.reference  # noqa: F401  both register ops
+import oarlock.runtime.reference  # noqa: F401  registers core's ops
 import pytest
 import torch
 from oarlock.backend_api.runtime import bind_ops, registry
@@ -230,3 +231,15 @@ def test_logprobs_lists_no_token_twice_when_most_are_banned():
     logits[0, 4] = 1.0
     ids = OPS.logprobs(logits, ints(4), 3)[2]
     assert ids.tolist() == [[4, 0, 1]]
+
+
+def test_importing_the_references_registers_every_op():
+    """`oarlock doctor` binds a device's ops without a model: whatever registers one later would be an unknown op there."""
+    code = (
+        "import oarlock.runtime.reference\n"
+        "from oarlock.backend_api.runtime import registry\n"
+        "early = set(registry())\n"
+        "import oarlock.runtime.worker, oarlock.runtime.models\n"
+        "print(sorted(set(registry()) - early))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

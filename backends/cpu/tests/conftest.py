@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from oarlock_cpu import native
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    problem = native.problem()
+    problem, here = native.problem(), Path(__file__).parent
     for item in items:
+        if here in item.path.parents:
+            item.add_marker("alone")
         if problem and item.get_closest_marker("kernels"):
             item.add_marker(pytest.mark.skip(reason=problem))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels: needs the compiled kernels")
+    config.addinivalue_line("markers", "alone: uses all cores")
 
 
 def _use(name: str):

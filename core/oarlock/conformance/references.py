@@ -5,7 +5,6 @@ Reads: `runtime.reference`, `runtime.quantization`.
 Never: is imported while serving.
 """
 
-import oarlock.runtime.layers.stack  # noqa: F401  registers the coarse ops: a package may serve one
 from oarlock.runtime.quantization import schemes
 from oarlock.runtime.quantization.definitions import weight_of
 from oarlock.runtime.reference import layers, logits, moe, sampling

@@ -5,8 +5,9 @@ Reads: `backend_api.runtime`.
 Never: uses `nonzero`, boolean indexing, `.item()` or a tensor-valued branch; names a device.
 """
 
+from oarlock.runtime.layers import decoder, stack  # the coarse ops
 from oarlock.runtime.quantization import definitions as quantized
 from oarlock.runtime.reference import definitions
 from oarlock.runtime.reference.attention import FunctionalReferenceAttention, ReferenceAttention
 
-__all__ = ["FunctionalReferenceAttention", "ReferenceAttention", "definitions", "quantized"]
+__all__ = ["FunctionalReferenceAttention", "ReferenceAttention", "decoder", "definitions", "quantized", "stack"]
