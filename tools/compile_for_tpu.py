@@ -60,7 +60,7 @@ def compile_all(model: str, topology: str, chips: int, layers: int | None, seqs:
             device=DeviceConfig(options={"tpu_topology": topology, "tpu_chips": chips, "tpu_compile_cache": None}),
         )  # fmt: skip
         summary = load_summary(given)
-        workers.open_checkpoint = lambda summary, config: Shapes(0)  # type: ignore[assignment]
+        workers.open_checkpoint = lambda summary, config, **_: Shapes(0)  # type: ignore[assignment]
         started = time.monotonic()
         worker = workers.Worker(engine, summary, "tpu", "oarlock_tpu.abstract:AbstractTpu")
         worker.prepare()
