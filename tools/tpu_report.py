@@ -1,4 +1,4 @@
-"""Write docs/tpu.md: what the conformance kit and the TPU compiler said of oarlock-tpu, with commit and versions. No TPU is needed.
+"""Write docs/tpu.md, and docs/support/tpu.compile.json: what the conformance kit and the TPU compiler said of oarlock-tpu. No TPU is needed.
 
     python tools/tpu_report.py [--kit] [--compile] [--folder build/tpu]
 
@@ -13,12 +13,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from oarlock.conformance.provenance import commit, source_hash
+
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "tpu.md"
+PAGE, BACKEND = ROOT / "docs" / "tpu.md", ROOT / "backends" / "tpu"
 LEVELS = ("0-2", "3", "4")  # a process each: a fault ends one part
 MACHINES = (("v5e", "v5e:2x2", 4), ("v6e", "v6e:2x2", 1), ("tpu7x", "tpu7x:2x2x1", 1))
 STATES = ("pass", "fail", "error", "timeout", "unsupported", "xfail", "xpass")
@@ -65,6 +68,26 @@ def kit_lines(parts: list[dict[str, Any]]) -> tuple[list[str], bool]:
     own = sorted(op for op, names in served.items() if names != {"reference"})
     lines += ["", f"Own implementations serve {', '.join(f'{op} ({min(served[op])})' for op in own)}; core's references serve the rest."]
     return lines, not bad and len({r["level"] for r in results}) == 5
+
+
+def targets(folder: Path) -> dict[str, str]:
+    """Each machine: "pass", or why not."""
+    found = {}
+    for name, _, _ in MACHINES:
+        path = folder / f"compile-{name}.json"
+        good = path.exists() and compile_lines(json.loads(path.read_text(encoding="utf-8")))[1]
+        found[name] = "pass" if good else "not compiled" if not path.exists() else "the page says what is wrong"
+    return found
+
+
+def keep_targets(folder: Path) -> None:
+    """What `tools/gen_support.py` shows in its column `compiled`."""
+    report = {
+        "kind": "compile", "device": "tpu", "distribution": "oarlock-tpu", "version": metadata.version("oarlock-tpu"), "targets": targets(folder),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), "commit": commit([BACKEND]), "command": "python tools/compile_for_tpu.py",
+        "hashes": {"package": source_hash(BACKEND)},
+    }  # fmt: skip
+    (ROOT / "docs" / "support" / "tpu.compile.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def compile_lines(found: dict[str, Any]) -> tuple[list[str], bool]:
@@ -158,6 +181,8 @@ def main() -> int:
         run_compiler(arguments.folder)
     page, good = render(arguments.folder)
     PAGE.write_text(page, encoding="utf-8")
+    if arguments.compile:
+        keep_targets(arguments.folder)
     print(f"{PAGE.relative_to(ROOT)}: {'all is well' if good else 'something failed or did not run; the page says what'}")
     return 0 if good else 1
 

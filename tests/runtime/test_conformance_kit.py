@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -21,7 +22,7 @@ from oarlock.conformance import LEVELS, attention_level, contract_level, device_
 from oarlock.conformance.cases import Case, CheckFailed, Measure, Result, run_case
 from oarlock.conformance.metrics import compare, measure, same_bits
 from oarlock.conformance.pairwise import pairwise
-from oarlock.conformance.provenance import commit, package_folder, source_hash
+from oarlock.conformance.provenance import SOURCES, commit, package_folder, source_hash
 from oarlock.conformance.report import Report
 from oarlock.conformance.report_files import FORMATS
 from oarlock.errors import ApiVersionMismatch, BackendUnavailable, ConfigError
@@ -347,6 +348,11 @@ def test_the_source_hash_follows_names_and_contents_of_sources_alone(tmp_path):
     (tmp_path / "a.py").rename(tmp_path / "b.py")
     assert len({first, second, source_hash(tmp_path)}) == 3
     assert source_hash(None) == "" and commit([tmp_path]) == ""
+
+
+def test_every_file_of_the_cpu_kernels_counts_as_a_source():
+    kernels = Path(__file__).parents[2] / "backends" / "cpu" / "csrc"
+    assert {path.suffix for path in kernels.iterdir()} <= set(SOURCES)
 
 
 def test_the_hash_of_a_package_in_a_checkout_covers_its_project():

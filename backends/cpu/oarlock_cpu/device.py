@@ -64,4 +64,4 @@ class CpuDevice(Device):
     def describe(self) -> str:
         problem = native.problem()
         served = problem or f"kernels {native.isa()}"
-        return f"{self._processor.name}, {self._processor.isa}, {self._threads} threads, torch {torch.__version__}, {served}"
+        return f"{self._processor.name}, {self._processor.isa}, {self._threads} thread{'s' if self._threads > 1 else ''}, torch {torch.__version__}, {served}"

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-SOURCES = (".py", ".toml", ".c", ".cc", ".cpp", ".cu", ".h", ".hpp", ".cl", ".metal")
+SOURCES = (".py", ".toml", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".inl", ".inc", ".cl", ".hip", ".metal", ".asm", ".s")
 NOT_SOURCES = ("tests", "build", "dist", "node_modules", "__pycache__")
 KIT = Path(__file__).parent
 
