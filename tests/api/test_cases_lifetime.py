@@ -300,6 +300,9 @@ def test_the_module_entry_point_a_unix_socket_and_json_logs(tiny_model: Path, tm
                 wait_until(lambda http=http: path.exists() and _status(http) == 200, 60)
                 assert http.get("/llm/v1/models").json()["data"][0]["id"] == "tiny"
                 assert http.post(CMP, json={"model": "tiny", "prompt": "a", "max_tokens": 1}).status_code == 200
+            for words in (["complete", "a", "--max-tokens", "2"], ["bench", "serve", "--num-prompts", "2", "--input-len", "4", "--output-len", "2", "--id-range", "3", "300"]):
+                own = subprocess.run([sys.executable, "-m", "oarlock.cli.main", *words, "--url", f"unix:{path}"], capture_output=True, text=True, timeout=60, check=False)
+                assert own.returncode == 0 and own.stdout.strip(), own.stderr
         finally:
             process.send_signal(signal.SIGKILL if attempt == 0 else signal.SIGTERM)
             lines = process.communicate(timeout=20)[1].splitlines()

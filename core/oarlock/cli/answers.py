@@ -23,7 +23,7 @@ from oarlock.cli.sse import DONE, EventReader, error_of_response, read_chunk
 from oarlock.config.parser import Parser, make_parser, parse
 from oarlock.errors import ConfigError, EngineDead, OarlockError
 
-DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_URL, UNIX = "http://127.0.0.1:8000", "unix:"
 KEY_VARIABLES = ("OARLOCK_API_KEY", "VLLM_API_KEY")
 CONNECT_S = 10.0
 START_ONE = "start one with `oarlock serve MODEL`, name another with --url, or load a model here with --model MODEL"
@@ -72,11 +72,13 @@ class Source(abc.ABC):
 
 # ---------------------------------------------------------------- a server
 def base_url(url: str) -> str:
-    """`localhost:8000/v1/` as `http://localhost:8000`.
+    """`localhost:8000/v1/` as `http://localhost:8000`; `unix:/run/oarlock.sock`, as --uds names a socket, stays.
 
     Raises:
-        ConfigError: it is no http or https address.
+        ConfigError: it is no http or https address, and no socket.
     """
+    if url.startswith(UNIX) and len(url) > len(UNIX):
+        return url
     text = url if "://" in url else f"http://{url}"
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -84,14 +86,18 @@ def base_url(url: str) -> str:
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def connection_settings(url: str) -> dict[str, Any]:
-    """What an HTTP client needs to know for this address: no proxy for this machine itself, no certificates (slow to load) for plain http."""
+def connection_settings(url: str, transport: type[Any] = httpx.HTTPTransport) -> dict[str, Any]:
+    """What an HTTP client needs for this address: no proxy for this machine itself, no certificates (slow to load) for plain http, and
+    the way to a socket by `transport`.
+    """
+    if url.startswith(UNIX):
+        return {"base_url": "http://localhost", "transport": transport(uds=url.removeprefix(UNIX))}
     host = urlsplit(url).hostname or ""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_loopback = host == "localhost"
-    return {"trust_env": not is_loopback, "verify": url.startswith("https:")}
+    return {"base_url": url, "trust_env": not is_loopback, "verify": url.startswith("https:")}
 
 
 def key_headers(typed: str | None) -> dict[str, str]:
@@ -115,7 +121,7 @@ class ServerSource(Source):
         """`remedy`: what to do when no server answers there. Raises ConfigError, AnswerError."""
         self.url, self._remedy = base_url(url), remedy
         timeout = httpx.Timeout(None, connect=CONNECT_S)
-        self._http = httpx.Client(base_url=self.url, headers=key_headers(key), timeout=timeout, **connection_settings(self.url))
+        self._http = httpx.Client(headers=key_headers(key), timeout=timeout, **connection_settings(self.url))
         try:
             self.name = model or self._first_model()
         except BaseException:
@@ -307,7 +313,7 @@ def make_answer_parser(prog: str, usage: str, *, positional: bool) -> Parser:
     model = parser._option_string_actions["--model"]
     model.help = "Hub name, folder or .gguf file of a model to load here; with --url, which of the server's models. Unset: the server's first."
     group = parser.add_argument_group("a running server")
-    group.add_argument("--url", metavar="URL", help=f"server with the OpenAI API [{DEFAULT_URL}]")
+    group.add_argument("--url", metavar="URL", help=f"server with the OpenAI API, or unix:PATH [{DEFAULT_URL}]")
     group.add_argument("--api-key", metavar="KEY", help=f"key for the server; better in {KEY_VARIABLES[0]}, where other users cannot see it")
     group = parser.add_argument_group("the answer")
     for name, (kind, text) in SAMPLING.items():

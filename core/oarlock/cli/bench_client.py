@@ -84,7 +84,7 @@ async def send(http: httpx.AsyncClient, load: Load, prompt: Prompt, origin: floa
     started = time.perf_counter()
     sample.started_s = started - origin
     try:
-        async with http.stream("POST", load.url + PATHS[load.endpoint], json=body) as response:
+        async with http.stream("POST", PATHS[load.endpoint], json=body) as response:
             if response.status_code != 200:
                 sample.error = error_of_response(response.status_code, await response.aread())
             else:

@@ -159,7 +159,7 @@ async def measure(load: Load, prompts: Sequence[Prompt], arguments: argparse.Nam
     timeout = httpx.Timeout(arguments.timeout, connect=CONNECT_S, pool=None)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     headers = {"Accept-Encoding": "identity", **key_headers(arguments.api_key)}
-    async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, **connection_settings(load.url)) as http:
+    async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, **connection_settings(load.url, httpx.AsyncHTTPTransport)) as http:
         for prompt in prompts[:1] * arguments.warmup:
             sample = await send(http, load, _warmup_prompt(prompt), 0.0)
             if sample.error is not None:
