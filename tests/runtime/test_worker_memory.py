@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -53,6 +54,34 @@ def test_on_a_terminal_a_bar_shows_how_far_loading_is(checkpoint, monkeypatch):
     tiny = checkpoint("llama")
     assert run(tiny, tiny.prompts(3), new_tokens=2)
     assert "loading weights" in shown.getvalue() and "tensor" in shown.getvalue()
+
+
+START = """
+import sys
+from oarlock import LLM
+llm = LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, max_model_len=64)
+print([name for name in ("sympy", "torch._dynamo", "torch._inductor", "transformers") if name in sys.modules])
+"""
+
+
+def test_a_start_imports_no_compiler(checkpoint):
+    """torch's functions of meta tensors do, a second each time: sizes are known without them."""
+    done = subprocess.run([sys.executable, "-c", START, str(checkpoint("qwen3-moe").path)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3-longrope", "gemma3", "opt"])
+def test_bytes_of_tables_are_known_without_them(checkpoint, monkeypatch, family):
+    seen = []
+    load = Worker._load
+
+    def watched(self, *arguments):
+        load(self, *arguments)
+        seen.append((self._table_bytes(), sum(table.nbytes for table in self.weights["rope"].values())))
+
+    monkeypatch.setattr(Worker, "_load", watched)
+    run(checkpoint(family), [[1, 2]], new_tokens=1)
+    assert seen[0][0] == seen[0][1]
 
 
 def test_plan_that_cannot_be_is_refused_before_a_tensor_is_read(checkpoint, monkeypatch):

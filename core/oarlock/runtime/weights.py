@@ -16,6 +16,7 @@ import torch
 
 from oarlock.backend_api.runtime import Device, LinearFormat, Quantization
 from oarlock.errors import WeightMismatch
+from oarlock.runtime.joining import cat, stack
 from oarlock.runtime.layers.spec import WeightSpec
 from oarlock.runtime.quantization.kv_cache import KV_SCALE
 from oarlock.runtime.quantization.loading import QuantizedReader
@@ -196,9 +197,9 @@ class WeightLoader:
             parts = [self._part(spec, at, name, read) for at, name in enumerate(spec.sources)]
             if spec.stack:
                 n = spec.stack_parts
-                whole = torch.stack([torch.cat(parts[i : i + n]) for i in range(0, len(parts), n)])
+                whole = stack([cat(parts[i : i + n]) for i in range(0, len(parts), n)])
             else:
-                whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+                whole = cat(parts)
         except (RuntimeError, WeightMismatch) as error:
             raise WeightMismatch(f"{' + '.join(spec.sources)}: {error}") from error
         return whole.contiguous()
@@ -227,7 +228,7 @@ class WeightLoader:
         if not spec.split:
             return shard_rows(tensor, spec.heads[at] if spec.heads else 0, self.rank, self.size)
         cut = torch.split(tensor, [rows for rows, _ in spec.split], 0)
-        return torch.cat([shard_rows(t, heads, self.rank, self.size) for t, (_, heads) in zip(cut, spec.split, strict=True)])
+        return cat([shard_rows(t, heads, self.rank, self.size) for t, (_, heads) in zip(cut, spec.split, strict=True)])
 
 
 def _put(tree: Any, path: tuple[str | int, ...], value: Any) -> None:

@@ -224,8 +224,7 @@ class Worker:
         return made
 
     def _table_bytes(self) -> int:
-        with torch.device("meta"):  # shapes only
-            return sum(table.nbytes for table in self.model.tables(self.summary.max_model_len).values())
+        return self.model.table_bytes(self.summary.max_model_len)
 
     def _load(self, loader: WeightLoader, specs: list[WeightSpec]) -> None:
         self.weights = loader.load(specs, progress if self.rank == 0 else lambda unseen: unseen)

@@ -40,6 +40,9 @@ class Model(Protocol):
     def tables(self, length: int) -> dict[str, torch.Tensor]:
         """What is computed from the config alone, for contexts of up to `length` tokens; on the host. Becomes weights["rope"]."""
 
+    def table_bytes(self, length: int) -> int:
+        """Bytes of `tables(length)`, without computing them."""
+
     def forward(self, weights: Tree, ids: torch.Tensor, kv: list[Any], step: StepContext) -> tuple[torch.Tensor, list[Any]]:
         """Token ids [num_tokens] to hidden [num_tokens, hidden_size]; returns the caches to use from now on."""
 
@@ -90,6 +93,9 @@ class NativeModel:
 
     def tables(self, length: int) -> dict[str, torch.Tensor]:
         return {name: rope_table(spec, length) for name, spec in self.spec.rope.items()}
+
+    def table_bytes(self, length: int) -> int:
+        return length * sum(rope_table(spec, 1).nbytes for spec in self.spec.rope.values())  # a row for each position
 
     def forward(self, weights: Tree, ids: torch.Tensor, kv: list[Any], step: StepContext) -> tuple[torch.Tensor, list[Any]]:
         x = self.embed(weights, ids, step.positions)

@@ -128,6 +128,9 @@ class TransformersModel:
     def tables(self, length: int) -> dict[str, torch.Tensor]:
         return dict(self.constants)
 
+    def table_bytes(self, length: int) -> int:
+        return sum(table.nbytes for table in self.constants.values())
+
     def forward(self, weights: Tree, ids: torch.Tensor, kv: list[Any], step: StepContext) -> tuple[torch.Tensor, list[Any]]:
         """Token ids [num_tokens] to hidden [num_tokens, hidden_size], after the final norm."""
         run = _Run(self, step, list(kv))

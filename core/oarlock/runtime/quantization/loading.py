@@ -15,6 +15,7 @@ import torch
 
 from oarlock.backend_api.runtime import LinearFormat, Quantization, QuantizedWeight
 from oarlock.errors import ConfigError, WeightMismatch
+from oarlock.runtime.joining import cat, stack
 from oarlock.runtime.layers.spec import WeightSpec
 from oarlock.runtime.quantization.schemes import DEQUANTISE, Weight, pack_int4
 
@@ -105,7 +106,7 @@ class QuantizedReader:
         n = spec.stack_parts
         each = [_joined(parts[i : i + n], spec.sources[i : i + n]) for i in range(0, len(parts), n)]
         try:
-            return {name: torch.stack([weight[name] for weight in each]) for name in each[0]}
+            return {name: stack([weight[name] for weight in each]) for name in each[0]}
         except (RuntimeError, KeyError) as error:
             raise WeightMismatch(f"{spec.sources[0]}: the experts differ in how they are quantised: {error}") from error
 
@@ -191,5 +192,5 @@ def _joined(parts: list[Weight], sources: Sequence[str]) -> Weight:
                 raise WeightMismatch(f"{names} are computed as one, but order their columns differently (g_idx)")
             joined[name] = first
         else:
-            joined[name] = torch.stack(every).amax(0) if name == "input_scale" else torch.cat(every)
+            joined[name] = torch.stack(every).amax(0) if name == "input_scale" else cat(every)
     return joined
