@@ -7,7 +7,7 @@ namespace OARLOCK_ISA {
 namespace {
 
 constexpr int64_t kStep = 8;                // columns that are decoded together
-constexpr int kFewRows = kPackedRows / 3 ? kPackedRows / 3 : 1;
+constexpr int kFewRows = W == 16 ? 8 : kPackedRows / 3 ? kPackedRows / 3 : 1;  // as many as leave registers for scales and codes
 constexpr int64_t kAheadBytes = 4096;
 
 // ---- what differs between instruction sets --------------------------------------------------------------------------
