@@ -163,8 +163,8 @@ def test_str_long_prompt_finishes(server: RealServer) -> None:
 
 
 def test_events_come_as_tokens_are_made(server: RealServer) -> None:
-    times = [time.monotonic() for _ in server.iterate(BOTH[0], server.cmp_body(max_tokens=200, ignore_eos=True))]
-    assert len(times) > 100
+    times = [time.monotonic() for _ in server.iterate(BOTH[0], server.cmp_body(max_tokens=1800, ignore_eos=True))]  # a second, so that a busy client hides nothing
+    assert len(times) > 900
     assert times[len(times) // 2] - times[0] > 0.2 * (times[-1] - times[0])
 
 

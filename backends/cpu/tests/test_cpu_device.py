@@ -173,9 +173,9 @@ def test_workers_of_one_model_divide_the_threads(monkeypatch, cores, ranks, thre
     from oarlock_cpu.device import CpuDevice
 
     monkeypatch.setattr(host, "usable_threads", lambda: cores)
-    assert f"{threads} threads" in CpuDevice(options={"threads": None, "ranks": ranks}).describe()
+    assert f", {threads} thread{'s' * (threads > 1)}, " in CpuDevice(options={"threads": None, "ranks": ranks}).describe()
     monkeypatch.setattr(host, "usable_threads", lambda: 64)
-    assert f"{threads} threads" in CpuDevice(options={"threads": cores, "ranks": ranks}).describe()
+    assert f", {threads} thread{'s' * (threads > 1)}, " in CpuDevice(options={"threads": cores, "ranks": ranks}).describe()
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
