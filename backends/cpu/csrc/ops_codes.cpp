@@ -6,7 +6,6 @@
 
 namespace {
 
-constexpr int64_t kBlock = 96;  // rows that a decoded panel serves, at most
 constexpr int64_t kRound = 32;  // width is a multiple: what dense packed weights of either dtype need
 
 // codes [N][width], a byte each -> [panels][bytes of a panel].
@@ -40,7 +39,8 @@ float* scratch_of(std::vector<float>& buffer, int64_t floats) {
 }
 
 // Each panel is decoded for a block of rows, and multiplied as a dense one.
-void run_decoded(const CodesArgs& c, const LinearArgs& a, int64_t M, int64_t N, int64_t block, bool to_bf16) {
+void run_decoded(const CodesArgs& c, const LinearArgs& a, int64_t M, int64_t N, int64_t block) {
+  bool to_bf16 = !a.tile;  // as x is
   int64_t panels = (N + kPanel - 1) / kPanel, blocks = (M + block - 1) / block;
   pool::parallel(panels * blocks, 1, threads_for(M * N * a.K), [&, k = kernels()](int64_t begin, int64_t end) {
     static thread_local std::vector<float> buffer;
@@ -59,11 +59,11 @@ void run_decoded(const CodesArgs& c, const LinearArgs& a, int64_t M, int64_t N, 
 }
 
 Tensor linear_codes(const Tensor& x_in, const Tensor& panels, const Tensor& scales, const OptionalTensor& offsets, const Tensor& ends, int64_t bits, int64_t N, double zero,
-                    const OptionalTensor& bias, bool out_f32) {
+                    const OptionalTensor& bias) {
   Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
-  Tensor out = out_f32 ? new_like(x, {x.size(0), N}, ScalarType::Float) : new_like(x, {x.size(0), N});
+  Tensor out = new_like(x, {x.size(0), N});
   Dtype d = dtype_of(x, "x");
-  run_codes(code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, bits, zero, bias ? &*bias : nullptr, d, x.size(1), N), d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr(), out_f32);
+  run_codes(code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, bits, zero, bias ? &*bias : nullptr, d, x.size(1), N), d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr());
   return out;
 }
 
@@ -82,25 +82,18 @@ CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor*
                     "linear_codes: scales and offsets must be [panels, groups, 32] of one dtype, float32 or float16");
   CodeLinear found;
   found.codes = {static_cast<int>(bits), panels.const_data_ptr(), scales.const_data_ptr(), offsets ? offsets->const_data_ptr() : nullptr, is_half, last, groups, width, static_cast<float>(zero)};
-  found.bias = bias && bias->numel() ? checked_bias(*bias, d, out) : nullptr;
+  found.bias = checked_bias(bias, d, out);
   found.in = in, found.out = out;
   return found;
 }
 
-void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32) {
+void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out) {
   const Kernels* k = kernels();
   const CodesArgs& c = w.codes;
-  LinearArgs a{d, nullptr, nullptr, w.bias, out, c.width, 0, 0, w.out, out_f32};
-  static thread_local std::vector<float> wide;
-  static thread_local std::vector<bf16> narrow;
+  LinearArgs a{d, nullptr, nullptr, w.bias, out, c.width, 0, 0, w.out, false};
   if (!M) return;
-  if (d == Dtype::bf16 && k->packed_takes_bf16) {
-    a.x = bf16_rows(x, M, w.in, ldx, c.width, narrow, &a.ldx);
-    return run_decoded(c, a, M, w.out, kBlock, true);
-  }
-  a.tile = tile_of(M);
-  a.x = tiled(x, d, M, w.in, ldx, c.width, a.tile, wide);
-  if (M > k->few_rows) return run_decoded(c, a, M, w.out, std::max<int64_t>(1, kBlock / a.tile) * a.tile, false);
+  int64_t block = give_rows(a, x, ldx, M, w.in, c.width);
+  if (!a.tile || M > k->few_rows) return run_decoded(c, a, M, w.out, block);
   int64_t panels = (w.out + kPanel - 1) / kPanel;
   int threads = threads_for(M * w.out * c.width);
   int64_t chunk = std::max<int64_t>(2, panels / (threads * 8) / 2 * 2);  // two panels are walked side by side
@@ -108,7 +101,7 @@ void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
-  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero, Tensor? bias, bool out_f32) -> Tensor");
+  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero, Tensor? bias) -> Tensor");
   m.def("pack_codes(Tensor codes, int bits) -> Tensor");
 }
 

@@ -74,7 +74,7 @@ Tensor linear(const Tensor& x_in, const Tensor& weight, const OptionalTensor& bi
   int64_t M = x.size(0), N = weight.size(0), K = x.size(1);
   LinearArgs a{dtype_of(x, "x"), x.const_data_ptr(), weight.const_data_ptr(), nullptr, nullptr, K, x.stride(0), weight.stride(0), N, out_f32};
   STD_TORCH_CHECK(dtype_of(weight, "weight") == a.dtype, "linear: x and weight must have one dtype");
-  if (bias) a.bias = checked_bias(*bias, a.dtype, N);
+  a.bias = checked_bias(bias ? &*bias : nullptr, a.dtype, N);
   Tensor out = new_out(x, N, out_f32);
   a.out = out.mutable_data_ptr();
   spread(a, M, N, kBlock, kernels()->plain);
@@ -88,13 +88,6 @@ Tensor linear_packed(const Tensor& x_in, const Tensor& weight, int64_t N, const 
   Tensor out = new_out(x, N, out_f32);
   run_linear(w, d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr(), out_f32);
   return out;
-}
-
-}  // namespace
-
-const void* checked_bias(const Tensor& bias, Dtype d, int64_t N) {
-  STD_TORCH_CHECK(dtype_of(bias, "bias") == d && bias.is_contiguous() && bias.numel() == N, "linear: bias must be [out] of x's dtype");
-  return bias.const_data_ptr();
 }
 
 // As even as can be: of 13 rows, two tiles of 7.
@@ -127,24 +120,36 @@ const void* bf16_rows(const void* x, int64_t M, int64_t K, int64_t stride, int64
   return buffer.data();
 }
 
+}  // namespace
+
+const void* checked_bias(const Tensor* bias, Dtype d, int64_t N) {
+  if (!bias) return nullptr;
+  STD_TORCH_CHECK(dtype_of(*bias, "bias") == d && bias->is_contiguous() && bias->numel() == N, "linear: bias must be [out] of x's dtype");
+  return bias->const_data_ptr();
+}
+
+int64_t give_rows(LinearArgs& a, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width) {
+  static thread_local std::vector<float> wide;
+  static thread_local std::vector<bf16> narrow;
+  if (a.dtype == Dtype::bf16 && kernels()->packed_takes_bf16) {
+    a.x = bf16_rows(x, M, K, ldx, width, narrow, &a.ldx);
+    return kBlock;
+  }
+  a.tile = tile_of(M);
+  a.x = tiled(x, a.dtype, M, K, ldx, width, a.tile, wide);
+  return std::max<int64_t>(1, kBlock / a.tile) * a.tile;
+}
+
 PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, int64_t in, int64_t out) {
   STD_TORCH_CHECK(dtype_of(panels, "weight") == d && panels.is_contiguous() && panels.size(1) == rounded(in, packed_step(d)) * kPanel && panels.size(0) == rounded(out, kPanel) / kPanel,
                   "linear: x [num_tokens, in] does not fit the packed weight");
-  return {panels.const_data_ptr(), bias && bias->numel() ? checked_bias(*bias, d, out) : nullptr, in, out};
+  return {panels.const_data_ptr(), checked_bias(bias, d, out), in, out};
 }
 
 void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32) {
-  static thread_local std::vector<float> wide;
-  static thread_local std::vector<bf16> narrow;
-  int64_t width = rounded(w.in, packed_step(d));
   LinearArgs a{d, nullptr, w.panels, w.bias, out, w.in, 0, 0, w.out, out_f32};
-  if (d == Dtype::bf16 && kernels()->packed_takes_bf16) {
-    a.x = bf16_rows(x, M, w.in, ldx, width, narrow, &a.ldx);
-    return spread(a, M, w.out, kBlock, kernels()->packed);
-  }
-  a.tile = tile_of(M);
-  a.x = tiled(x, d, M, w.in, ldx, width, a.tile, wide);
-  spread(a, M, w.out, std::max<int64_t>(1, kBlock / a.tile) * a.tile, kernels()->packed);
+  int64_t block = give_rows(a, x, ldx, M, w.in, rounded(w.in, packed_step(d)));
+  spread(a, M, w.out, block, kernels()->packed);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {

@@ -42,7 +42,7 @@ struct Linear {
   CodeLinear codes;
 
   void run(Dtype d, const void* x, int64_t ldx, int64_t M, void* out) const {
-    if (is_dense) run_linear(dense, d, x, ldx, M, out, false); else run_codes(codes, d, x, ldx, M, out, false);
+    if (is_dense) run_linear(dense, d, x, ldx, M, out, false); else run_codes(codes, d, x, ldx, M, out);
   }
 };
 
@@ -175,13 +175,12 @@ std::vector<Group> groups_of(const std::vector<Tensor>& tensors, const std::vect
     for (const Layer& l : layers) {
       if (l.shape[kGroup] != number) continue;
       const Cache& c = caches[l.shape[kCache]];
-      check_slots(c, slots, tokens);
       if (!first) first = &l, cache = &c;
       STD_TORCH_CHECK(l.shape[kHeads] == first->shape[kHeads] && l.shape[kHeadDim] == first->shape[kHeadDim] && l.shape[kWindow] == first->shape[kWindow] && c.blocks == cache->blocks &&
                           c.kv_heads == l.shape[kKvHeads] && c.kv_heads == cache->kv_heads && c.block_size == cache->block_size && c.dtype == cache->dtype,
                       "decoder_layers: layers of one KV group must have one shape");
     }
-    if (first) g.slots = ints(slots, "slots");
+    if (first) check_slots(*cache, slots, tokens), g.slots = ints(slots, "slots");
     int64_t covered = 0;
     for (int64_t r = 0; r < count; ++r, t += 3, s += 3) {
       int64_t begin = shapes[s], end = shapes[s + 1];

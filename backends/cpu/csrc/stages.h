@@ -12,17 +12,16 @@ struct PackedLinear {
   int64_t in = 0, out = 0;
 };
 
-// A weight of `d` as pack_weight leaves it, [out, in] before; `bias` may be null or empty.
+// A weight of `d` as pack_weight leaves it, [out, in] before; `bias` may be null.
 PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, int64_t in, int64_t out);
 
 // out [M][w.out], of `d` or float32, from rows x of `d`.
 void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
 
-// x as the kernels take it (kernels.h): float32 tiles, or bfloat16 rows; x itself where it is that already.
-int64_t tile_of(int64_t M);
-const float* tiled(const void* x, Dtype d, int64_t M, int64_t K, int64_t ldx, int64_t width, int64_t tile, std::vector<float>& buffer);
-const void* bf16_rows(const void* x, int64_t M, int64_t K, int64_t stride, int64_t width, std::vector<bf16>& buffer, int64_t* ldx);
-const void* checked_bias(const Tensor& bias, Dtype d, int64_t N);
+// Sets a.x to rows x of a.dtype as the packed kernel takes them (kernels.h), K of `width` numbers each: float32 tiles of a.tile rows, or,
+// with a.tile 0, bfloat16 rows. They hold until the next call on this thread. Returns the rows of a block.
+int64_t give_rows(LinearArgs& a, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width);
+const void* checked_bias(const Tensor* bias, Dtype d, int64_t N);  // null where there is none
 
 // ---- linear over codes ----------------------------------------------------------------------------------------------
 
@@ -33,7 +32,7 @@ struct CodeLinear {
 };
 
 CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out);
-void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
+void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out);
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 

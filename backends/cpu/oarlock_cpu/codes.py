@@ -94,4 +94,4 @@ def linear(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None = Non
     """As the registry's linear_int4 and linear_int8."""
     if weight.order is not None:
         x = torch.nn.functional.pad(x, (0, 1))[:, weight.order]
-    return _linear(x, weight.panels, weight.scales, weight.offsets, weight.ends, weight.bits, weight.out_size, weight.zero, bias, False)
+    return _linear(x, weight.panels, weight.scales, weight.offsets, weight.ends, weight.bits, weight.out_size, weight.zero, bias)

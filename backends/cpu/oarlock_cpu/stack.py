@@ -29,10 +29,9 @@ _CODES = ("linear_int4", "linear_int8")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive layers [first, end) that one call serves, or one that it does not."""
+    """Consecutive layers that one call serves, or one that it does not."""
 
     first: int
-    end: int
     is_ours: bool
     weights: tuple[torch.Tensor, ...] = ()
     shapes: tuple[int, ...] = ()
@@ -84,7 +83,7 @@ def _runs(plans: tuple[Any, ...], tensors: tuple[int, ...], weights: list[Any], 
         if is_ours:
             found.append(_lay_out(numbers, plans, tensors, weights))
         else:
-            found += [Run(n, n + 1, False) for n in numbers]
+            found += [Run(n, False) for n in numbers]
     return found
 
 
@@ -128,7 +127,7 @@ def _lay_out(numbers: list[int], plans: tuple[Any, ...], tensors: tuple[int, ...
         shapes += [_ACTS[spec.mlp.activation], inner, caches.index(tensors[n]), sum(1 << at for at, name in enumerate(_NORMS) if name in w)]
         shapes += [shape for shape, _ in linears]
         settings += [p.scale, p.softcap or 0.0, spec.norm.eps, *(zero for _, zero in linears)]
-    return Run(numbers[0], numbers[-1] + 1, True, tuple(flat), tuple(shapes), tuple(settings), caches, tables)
+    return Run(numbers[0], True, tuple(flat), tuple(shapes), tuple(settings), caches, tables)
 
 
 def _linear(linear: Any, flat: list[torch.Tensor]) -> tuple[int, float]:

@@ -81,6 +81,6 @@ def test_what_does_not_fit_is_refused(codes):
     with pytest.raises(RuntimeError, match="does not fit the packed codes"):
         codes.linear(torch.zeros(1, 97), packed)
     with pytest.raises(RuntimeError, match="ascending multiples of 8"):
-        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales, None, torch.tensor([32, 36, 96], dtype=torch.int32), 4, 64, 8.0, None, False)
+        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales, None, torch.tensor([32, 36, 96], dtype=torch.int32), 4, 64, 8.0, None)
     with pytest.raises(RuntimeError, match="one dtype"):
-        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales.double(), None, packed.ends, 4, 64, 8.0, None, False)
+        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales.double(), None, packed.ends, 4, 64, 8.0, None)

@@ -15,7 +15,7 @@ from oarlock.errors import ModelError, WeightMismatch
 from oarlock.gguf_header import GGUFTensor, read_header
 from oarlock.model_summary import ModelSummary
 from oarlock.runtime.loader.checkpoint import Checkpoint, cast
-from oarlock.runtime.loader.gguf_codes import BlockQuantization
+from oarlock.runtime.loader.gguf_codes import BlockQuantization, Form
 from oarlock.runtime.loader.gguf_quant import BLOCK_TYPES, Codes, dequantise, read_codes
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -118,16 +118,17 @@ class GGUFCheckpoint(Checkpoint):
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        prefix, _, part = name.rpartition(".")
-        if part in _PARTS and self.quantization is not None and prefix in self.quantization.forms:
-            out_size, in_size = self._source(f"{prefix}.weight").shape
-            return (out_size, in_size if part == "codes" else in_size // self.quantization.forms[prefix].group)
-        return self._source(name).shape
+        coded = self._coded(name)
+        if coded is None:
+            return self._source(name).shape
+        prefix, part, form = coded
+        out_size, in_size = self._source(f"{prefix}.weight").shape
+        return (out_size, in_size if part == "codes" else in_size // form.group)
 
     def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        prefix, _, part = name.rpartition(".")
-        if part in _PARTS and self.quantization is not None and prefix in self.quantization.forms:
-            return self._part(prefix, part)
+        coded = self._coded(name)
+        if coded is not None:
+            return self._part(*coded)
         source = self._source(name)
         raw, shape = self._raw(source)
         tensor = source.tensor
@@ -158,15 +159,20 @@ class GGUFCheckpoint(Checkpoint):
             raw = raw.view(source.permuted_heads, shape[0] // source.permuted_heads // 2, 2, -1).transpose(1, 2).reshape(-1)
         return raw, shape
 
-    def _part(self, prefix: str, part: str) -> torch.Tensor:
+    def _coded(self, name: str) -> tuple[str, str, Form] | None:
+        """(linear, part, form) of a name that stands for part of one that keeps its codes."""
+        prefix, _, part = name.rpartition(".")
+        form = self.quantization.forms.get(prefix) if part in _PARTS and self.quantization is not None else None
+        return None if form is None else (prefix, part, form)
+
+    def _part(self, prefix: str, part: str, form: Form) -> torch.Tensor:
         """Codes, scales or offsets of a linear. Scales are asked for after codes, and are unpacked with them."""
-        assert self.quantization is not None
         name = f"{prefix}.{part}"
         if name not in self._tables:
             source = self._source(f"{prefix}.weight")
             raw, shape = self._raw(source)
             type_name = source.tensor.type_name
-            codes: Codes = self.quantization.forms[prefix].write(read_codes(raw, type_name, (shape[0], shape[1])), type_name)
+            codes: Codes = form.write(read_codes(raw, type_name, (shape[0], shape[1])), type_name)
             self._tables = {f"{prefix}.codes": codes.q, f"{prefix}.scales": codes.scale}
             if codes.offset is not None:
                 self._tables[f"{prefix}.offsets"] = codes.offset
