@@ -8,6 +8,8 @@ Never: chooses a backend by device name (capabilities name the collectives).
 from __future__ import annotations
 
 import abc
+import gc
+import importlib
 from typing import ClassVar
 
 import torch
@@ -58,6 +60,8 @@ class DistributedCommunicator(Communicator):
 
     def __init__(self, rank: int, size: int, backend: str, init_method: str) -> None:
         super().__init__(rank, size)
+        # Defaults of its functions keep whichever group lives when it is first imported: none yet.
+        importlib.import_module("torch.distributed.nn.functional")
         torch.distributed.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,3 +80,6 @@ class DistributedCommunicator(Communicator):
     def close(self) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+            # torch leaves the group in a reference cycle. Its threads live until that is collected, and one that
+            # drops the last reference to a tensor while the interpreter ends aborts the process.
+            gc.collect()
