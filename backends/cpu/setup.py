@@ -2,16 +2,20 @@
 
 The kernels are one shared library on torch's stable ABI: a wheel serves every Python >= 3.11 and torch >= 2.10. Each instruction
 set is a file compiled with its own flags; the best one that the processor has is chosen at run time.
-OARLOCK_CPU_KERNELS=0 leaves them out, =1 makes their absence an error.
+OARLOCK_CPU_KERNELS=0 leaves them out, =1 makes their absence an error. A library is kept in the user's cache folder under a hash of
+all it is made of, and an equal one is not compiled again.
 """
 
+import hashlib
 import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -41,12 +45,20 @@ if platform.machine() in ("x86_64", "AMD64"):
 FLAGS = ["-std=c++20", "-O3", "-g0", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]
 WANTED = os.environ.get("OARLOCK_CPU_KERNELS", "")
+MAX_KEPT = 8  # libraries in the cache folder; the oldest go
 
 
 def torch_folder() -> Path | None:
     """torch's folder, without importing it."""
     spec = importlib.util.find_spec("torch")
     return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _copy(library: Path, to: Path) -> None:
+    """Put a library in place at once, so that a process that has the old one loaded keeps it."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
+        os.replace(shutil.copy(library, scratch), to)
 
 
 class BuildKernels(build_ext):
@@ -60,6 +72,31 @@ class BuildKernels(build_ext):
             self._forget(ext)
             print(f"oarlock-cpu: {missing}; installing without kernels: plain torch serves", file=sys.stderr)
             return
+        target, kept = Path(self.get_ext_fullpath(ext.name)), self._kept()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if kept.is_file():
+            print(f"oarlock-cpu: nothing to compile, taking {kept}", file=sys.stderr)
+            _copy(kept, target)
+            return
+        self._compile(target)
+        try:
+            _copy(target, kept)
+            for old in sorted(kept.parent.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-MAX_KEPT]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            print(f"oarlock-cpu: not kept for the next build: {error}", file=sys.stderr)
+
+    def _kept(self) -> Path:
+        """Where the library is kept: named by the hash of its sources and headers, this file with its flags, the compiler and torch."""
+        compiler = [getattr(self.compiler, name, None) for name in ("compiler_cxx", "compiler_so_cxx", "compiler_so", "linker_so_cxx", "linker_so")]
+        version = subprocess.run([*(compiler[0] or ["c++"]), "--version"], capture_output=True, check=False).stdout
+        made_of = hashlib.sha256(repr((compiler, version, metadata.version("torch"), platform.machine(), platform.libc_ver())).encode())
+        for path in (Path("setup.py"), *sorted(path for path in Path("csrc").rglob("*") if path.is_file())):
+            made_of.update(f"\n{path} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        return (cache if cache.is_absolute() else Path("build").absolute()) / "oarlock" / "cpu_kernels" / f"{made_of.hexdigest()}.so"
+
+    def _compile(self, target: Path) -> None:
         folder = torch_folder()
         include = ["-I", str(folder / "include"), "-I", "csrc"]
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
@@ -71,7 +108,7 @@ class BuildKernels(build_ext):
             objects = [o for made in threads.map(compile_one, SOURCES.items()) for o in made]
         # torch's libraries are in the process before this one is loaded: no run path is needed.
         libraries = ["-L", str(folder / "lib"), "-ltorch_cpu", "-lc10", "-lpthread"]
-        self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), extra_postargs=libraries, target_lang="c++")
+        self.compiler.link_shared_object(objects, str(target), extra_postargs=libraries, target_lang="c++")
 
     def _forget(self, ext: Extension) -> None:
         """Remove what an earlier build left, which setuptools would install; beside the sources only where kernels are not wanted."""
