@@ -15,7 +15,7 @@ TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/*/tests pl
 
 export VENV PYTHON TORCH
 
-.PHONY: help install serve test test-full test-tpu bench lint clean
+.PHONY: help install serve test test-full test-tpu bench wheels lint clean
 
 help:
 	@echo "make install     make $(VENV) with everything that tests need; does nothing when nothing changed"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-full   all tests"
 	@echo "make test-tpu    what of the tpu backend can be tested without a TPU, in an environment of its own; writes docs/tpu.md"
 	@echo "make bench       throughput and latency of the small chat model on this machine"
+	@echo "make wheels      a wheel of each distribution in dist/, that of the cpu backend with its kernels"
 	@echo "make lint        ruff and mypy"
 
 install:
@@ -58,6 +59,9 @@ bench: install
 	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python tools/make_models.py --gguf-only smollm2) || exit 1; \
 	$(BIN)/oarlock bench latency --model "$$model" --device "$(DEVICE)" && \
 	$(BIN)/oarlock bench throughput --model "$$model" --device "$(DEVICE)"
+
+wheels: install
+	@tools/make_wheels.sh dist
 
 lint: install
 	@$(BIN)/ruff check . && $(BIN)/mypy

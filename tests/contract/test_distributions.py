@@ -26,6 +26,7 @@ from source_code import ROOT, tracked_files
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SOURCES = {path.parent.name: path.parent for path in sorted(ROOT.glob("backends/*/pyproject.toml"))}
+STALE = Path("build/lib/oarlock/removed_long_ago.py")  # setuptools would put it into the wheel
 
 
 def requirements_of(folder: Path) -> list[Requirement]:
@@ -50,18 +51,33 @@ def empty_wheel(folder: Path, name: str, version: str, requires: list[str]) -> N
 
 
 @pytest.fixture(scope="session")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Our wheels, built from a copy of the sources, so that nothing is left in them."""
-    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheels")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what wheels are built from, with a file of an earlier build in it."""
+    copy = tmp_path_factory.mktemp("sources")
     for path in tracked_files():
         part = path.relative_to(ROOT)
-        if part.parts[0] in ("core", "backends") or part.name in ("pyproject.toml", "README.md"):
+        if part.parts[0] in ("core", "backends", "plugins") or part.name in ("pyproject.toml", "README.md", "make_wheels.sh"):
             (copy / part).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy / part)
-    folders = [str(copy), *(str(copy / "backends" / name) for name in SOURCES)]
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), *folders]
-    subprocess.run(command, check=True, env={**os.environ, "OARLOCK_CPU_KERNELS": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+            shutil.copy(path, copy / part)
+    (copy / STALE).parent.mkdir(parents=True)
+    (copy / STALE).touch()
+    return copy
+
+
+@pytest.fixture(scope="session")
+def wheels(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Our wheels, as `make wheels` builds them but without kernels: those are backends/cpu/tests/test_cpu_build.py's."""
+    out = tmp_path_factory.mktemp("wheels")
+    subprocess.run([sources / "tools/make_wheels.sh", out], check=True, env={**os.environ, "OARLOCK_CPU_KERNELS": "0", "VENV": sys.prefix})
     return out
+
+
+def test_make_wheels_builds_each_distribution_once_and_leaves_the_sources_alone(sources, wheels):
+    projects = [tomllib.loads(path.read_text(encoding="utf-8"))["project"] for path in sources.rglob("pyproject.toml") if "tests" not in path.relative_to(sources).parts]
+    assert sorted(p.name.split("-")[0] for p in wheels.iterdir()) == sorted(project["name"].replace("-", "_") for project in projects)
+    (core,) = wheels.glob("oarlock-*.whl")
+    assert STALE.name not in {Path(name).name for name in zipfile.ZipFile(core).namelist()}
+    assert not list(sources.rglob("*.egg-info")) and [p.name for p in sources.rglob("build")] == ["build"]
 
 
 @pytest.fixture(scope="session")
