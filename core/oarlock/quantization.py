@@ -52,6 +52,7 @@ OWN = (
         lambda settings: name_of(settings) == "compressed-tensors",
         aliases=("compressed_tensors",),
     ),
+    *(QuantizationMethod(name, "oarlock.runtime.quantization.at_load:AtLoad", lambda settings: False, of_plain=True) for name in ("int8", "int4")),
 )
 
 
@@ -71,7 +72,7 @@ def methods(manager: pluggy.PluginManager) -> list[tuple[str, QuantizationMethod
 def choose_method(model: ModelConfig, summary: ModelSummary, offered: Sequence[tuple[str, QuantizationMethod]]) -> QuantizationMethod | None:
     """The method for a checkpoint: the one that --quantization names and the checkpoint agrees with, else the one that recognises it.
 
-    None: the checkpoint is not quantised.
+    None: the checkpoint is not quantised, and nothing asks for that.
 
     Raises:
         ConfigError: --quantization names what is unknown or not read here, or what the checkpoint is not.
@@ -84,6 +85,9 @@ def choose_method(model: ModelConfig, summary: ModelSummary, offered: Sequence[t
     if not settings:
         if asked is None:
             return None
+        makers = [method for _, method in offered if method.of_plain and asked in (method.name, *method.aliases)]
+        if makers and not summary.is_gguf_quantised:
+            return makers[0]
         what = "a GGUF file, which says itself how it is quantised" if summary.is_gguf else "not quantised: its config.json has no quantization_config"
         raise ConfigError(f"--quantization {asked}: {summary.path} is {what}; leave the flag out", "quantization")
     if not isinstance(settings, dict):
@@ -103,6 +107,11 @@ def choose_method(model: ModelConfig, summary: ModelSummary, offered: Sequence[t
     if len(fit) > 1 and fit[0][1].priority == fit[1][1].priority:
         raise PluginError(f"{summary.path} is recognised by {fit[0][1].name} of {fit[0][0]} and {fit[1][1].name} of {fit[1][0]}; uninstall one")
     return fit[0][1]
+
+
+def settings_for(method: QuantizationMethod, summary: ModelSummary) -> dict[str, Any]:
+    """What a method's factory is given: the checkpoint's settings, or the method's own name where those are none."""
+    return {"quant_method": method.name} if method.of_plain else summary.quantization_config or {}
 
 
 def alias_note(model: ModelConfig, method: QuantizationMethod | None) -> str:

@@ -20,7 +20,7 @@ from oarlock.backend_api.runtime.ops import resolve
 from oarlock.config.resolve import from_kwargs
 from oarlock.errors import ConfigError
 from oarlock.model_summary import load_summary
-from oarlock.quantization import OWN, choose_method
+from oarlock.quantization import OWN, choose_method, settings_for
 from oarlock.runtime.layers.decoder import StepContext
 from oarlock.runtime.loader import open_checkpoint
 from oarlock.runtime.models import build_model
@@ -79,15 +79,15 @@ def logits(tiny: Tiny, comm: Communicator, loaded: dict[str, int] | None = None)
 
 
 @torch.no_grad()
-def logits_of(path: Path, prompt: list[int], comm: Communicator, loaded: dict[str, int] | None = None) -> torch.Tensor:
+def logits_of(path: Path, prompt: list[int], comm: Communicator, loaded: dict[str, int] | None = None, quantization: str | None = None) -> torch.Tensor:
     """The same, of TOKENS given tokens."""
-    config = from_kwargs(str(path), device="cpu", dtype="float32", max_model_len=64).engine.model
+    config = from_kwargs(str(path), device="cpu", dtype="float32", max_model_len=64, quantization=quantization).engine.model
     summary, ops = load_summary(config), bind_ops([], "float32")
     model, specs = build_model(summary, ops, comm, lambda params, kind: ReferenceAttention(BLOCK, torch.float32, params), BLOCK, torch.float32)
     method = choose_method(config, summary, [("core", own) for own in OWN])
-    quantization = resolve(method.factory)(summary.quantization_config) if method is not None else None
+    reader = resolve(method.factory)(settings_for(method, summary)) if method is not None else None
     with open_checkpoint(summary, config) as source:
-        loader = WeightLoader(source, Host(), torch.float32, comm.rank, comm.size, {}, quantization)
+        loader = WeightLoader(source, Host(), torch.float32, comm.rank, comm.size, {}, reader)
         measured = loader.measure(specs)
         weights = loader.load(specs)
     assert sum(measured.values()) == loader.bytes, "the plan is made from other sizes than those that are loaded"

@@ -109,13 +109,14 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationMethod:
-    """A way to read quantised checkpoints. Core's own are gptq and compressed-tensors."""
+    """A way to read quantised checkpoints, or to quantise plain ones while they are read. Core's own are gptq and compressed-tensors, int8 and int4."""
 
     name: str  # a value of --quantization
     factory: str  # subclass of backend_api.runtime.Quantization
     recognises: Callable[[dict[str, Any]], bool]  # given config.json's quantization_config, or what stands in its place; does not raise
     priority: int = 0  # among those that recognise a checkpoint; core's own have 0
     aliases: tuple[str, ...] = ()  # more values of --quantization that mean it
+    of_plain: bool = False  # it quantises plain checkpoints, where --quantization names it; the factory gets {"quant_method": name}
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,8 @@ class WeightLoader:
         experts: dict[Any, str] = {}
         for spec in specs:
             formats = self.quantised.formats(spec) if self.quantised is not None else None
+            if formats is not None and self.quantised is not None and self.quantised.quantization.of_plain and not self._keeps_codes(spec, formats):
+                formats = None  # a plain head that would be dequantised stays as it is
             if spec.stack and self.quantised is not None:
                 scheme = self.quantised.scheme(spec, formats) if formats is not None else "plain"
                 if experts.setdefault(spec.path[:-1], scheme) != scheme:

@@ -37,7 +37,7 @@ from oarlock.memory_plan import MemoryNeeds, MemoryPlan, gib, plan_worker
 from oarlock.messages import SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
 from oarlock.plugins import collect, worker_plugins
-from oarlock.quantization import choose_method, methods
+from oarlock.quantization import choose_method, methods, settings_for
 from oarlock.runtime.choice import best, choose_attention, choose_graph_runner, choose_ops, rejections
 from oarlock.runtime.layers.spec import WeightSpec
 from oarlock.runtime.loader import open_checkpoint, progress
@@ -144,7 +144,7 @@ class Worker:
         has_kernels = all(f"linear_{scheme}" in self.ops.prepare for scheme in ("int4", "int8"))  # a reference dequantises at every step
         checkpoint = open_checkpoint(self.summary, self.config.model, keeps_codes=has_kernels)
         try:
-            specs = self._build(layer_scales(self.config, self.summary, checkpoint, self.rank))
+            specs = self._build(layer_scales(self.config, self.summary, checkpoint, self.rank), quantised=quantization is not None)
             loader = WeightLoader(checkpoint, self.device, self.dtype, self.rank, self.size, self.ops.prepare, quantization or checkpoint.quantization)
             self.plan = self._plan(free, total, {**loader.measure(specs), "rope": self._table_bytes()})
             yield loader, specs
@@ -195,7 +195,7 @@ class Worker:
         self._attention_served.add(self.attention_name)
         return made
 
-    def _build(self, kv_scales: Scales) -> list[WeightSpec]:
+    def _build(self, kv_scales: Scales, *, quantised: bool) -> list[WeightSpec]:
         """The model without weights; what weights it wants."""
         family = extensions.find("model", self.summary.architecture, self.device_name, own=self.summary.architecture in FAMILIES)
         given = extensions.load(family) if family is not None else None
@@ -203,7 +203,7 @@ class Worker:
             self._attention_served = set()
             self.model, specs = build_model(
                 self.summary, self.ops, self.comm, self.make_attention, self.block_size, self.dtype, given,
-                remote_code=self.config.model.trust_remote_code, kv_scales=kv_scales,
+                remote_code=self.config.model.trust_remote_code, kv_scales=kv_scales, quantised=quantised,
             )  # fmt: skip
             of_plugins = self._attention_served - {"reference"}
             if not of_plugins or len({attention.kv_layout(1) for attention in self.model.attentions}) == 1:
@@ -218,7 +218,7 @@ class Worker:
         if method is None:
             return None
         try:
-            made: Quantization = resolve(method.factory)(self.summary.quantization_config)
+            made: Quantization = resolve(method.factory)(settings_for(method, self.summary))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ModelError(f"{self.summary.path} is quantised with settings of {method.name} that cannot be read: {error}") from error
         return made

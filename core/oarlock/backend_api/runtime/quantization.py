@@ -78,6 +78,7 @@ class Quantization(CheckedOverrides, abc.ABC):
     """A checkpoint's quantization. Made once in each worker by a QuantizationMethod's factory, with the checkpoint's settings."""
 
     _extension_base: ClassVar[bool] = True
+    of_plain: ClassVar[bool] = False  # as its method's: formats name the tensor "weight", and `read` quantises it
 
     def __init__(self, settings: dict[str, Any]) -> None:
         """`settings` is config.json's quantization_config, or what stands in its place.

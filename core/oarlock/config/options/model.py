@@ -83,8 +83,8 @@ OPTIONS: tuple[Option, ...] = (
         "that holds such a file.", "model.generation_config", store=lambda value: "none" if value == "vllm" else value,
     ),
     _option(
-        "quantization", "str", None, "How the weights are quantized: gptq (or gptq_marlin), compressed-tensors, or what an installed plugin reads. "
-        "Unset: what the checkpoint says.", "model.quantization", group="Quantization", aliases=("q",),
+        "quantization", "str", None, "How the weights are quantized. int8 and int4: a checkpoint that is not, while it is read. gptq (or "
+        "gptq_marlin), compressed-tensors, or what an installed plugin reads: as the checkpoint says, and then needed for nothing.", "model.quantization", group="Quantization", aliases=("q",),
     ),
     _option(
         "quantization-param-path", "str", None, "JSON file with scales for an fp8_e4m3 KV cache. Unset: the checkpoint's, or 1.",

@@ -48,21 +48,27 @@ def build_model(
     *,
     remote_code: bool = False,
     kv_scales: Scales = (),
+    quantised: bool = False,
 ) -> tuple[Any, list[WeightSpec]]:
     """A model without weights, and the list of the weights it wants.
 
     `family`: a plugin's, in place of core's. `remote_code`: Python code of the checkpoint may be run where nothing else serves it.
-    `kv_scales`: of each layer's fp8 cache; (): 1.
+    `kv_scales`: of each layer's fp8 cache; (): 1. `quantised`: weights will be, in the checkpoint or when they are read.
 
     A family is a module (or object) with `model_spec(summary)` and `weight_specs(summary, spec)`. An architecture without
     one is served through transformers' modelling code where that allows it.
 
     Raises:
-        ModelError: the config holds what the family does not compute; or the checkpoint is quantised, without a native file for it.
+        ModelError: the config holds what the family does not compute; or weights are quantised, without a native file for it.
         ConfigError: the model cannot be divided over so many ranks.
         UnsupportedArchitecture: neither way serves this architecture.
     """
     if family is None and summary.architecture not in FAMILIES:
+        if quantised:
+            raise ModelError(
+                f"{summary.path}: quantised weights, and {summary.architecture} has no native model file: transformers' own code is served with plain weights "
+                "only; take an unquantised checkpoint, without --quantization"
+            )
         return _from_transformers(summary, comm, make_attention, block_size, dtype, remote_code, kv_scales)
     family = family or importlib.import_module(f"oarlock.runtime.models.{FAMILIES[summary.architecture]}")
     spec = family.model_spec(summary)
@@ -76,11 +82,6 @@ def _from_transformers(
 ) -> tuple[Any, list[WeightSpec]]:
     from oarlock.runtime.models.transformers_path import Refused, build_from_transformers
 
-    if summary.quantization_config:
-        raise ModelError(
-            f"{summary.path} is quantised, and {summary.architecture} has no native model file: transformers' own code is served with plain weights only; "
-            "take an unquantised checkpoint"
-        )
     try:
         return build_from_transformers(summary, comm, make_attention, block_size, dtype, remote_code, kv_scales)
     except Refused as refused:

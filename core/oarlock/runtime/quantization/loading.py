@@ -61,8 +61,11 @@ class QuantizedReader:
             found = self.quantization.linear(prefix, spec.kind == "lm_head")
             if found is None:
                 return None
+            if self.quantization.of_plain:
+                if "router" in spec.path:  # its choices are not worth the bytes
+                    return None
             # Settings seldom say that routers and the like were left out; a weight without scales beside it does.
-            if "weight" in self.under.get(prefix, ()) and self.under[prefix] <= {"weight", "bias"}:
+            elif "weight" in self.under.get(prefix, ()) and self.under[prefix] <= {"weight", "bias"}:
                 self.plain = self.plain or prefix
                 return None
             found.tensors(*_sizes(spec, at))
@@ -120,7 +123,9 @@ class QuantizedReader:
             full = f"{prefix}.{name}"
             if stored.optional and full not in self.checkpoint:
                 continue
-            tensor = read(full, stored.shape, stored.dtype, stored.is_index)
+            turned = spec.transpose and name == "weight"  # plain tensors may be kept the other way round
+            tensor = read(full, stored.shape[::-1] if turned else stored.shape, stored.dtype, stored.is_index)
+            tensor = tensor.t() if turned else tensor
             tensors[name] = tensor = tensor.view(stored.shape) if tensor.numel() == 1 == prod(stored.shape) else tensor  # scalars come as [] and [1]
             if tuple(tensor.shape) != stored.shape:
                 raise WeightMismatch(f"{full} has shape {list(tensor.shape)}, its settings and config.json call for {list(stored.shape)}")
