@@ -18,7 +18,8 @@ fail() { echo "install: $*" >&2; exit 1; }
 mapfile -t sources < <(find backends/cpu/setup.py backends/cpu/csrc -type f 2>/dev/null | sort)
 run_inputs=(pyproject.toml backends/cpu/pyproject.toml tools/install.sh "${sources[@]}")
 compiler=$(command -v "${CXX:-c++}" || command -v g++ || echo none)
-key_of() { { echo "$torch $compiler ${OARLOCK_CPU_KERNELS:-}"; sha256sum "$@"; } | sha256sum | cut -d' ' -f1; }
+version=$("$compiler" --version 2>/dev/null | head -n 1) || true  # a newer one may compile what the older could not
+key_of() { { echo "$torch $compiler $version ${OARLOCK_CPU_KERNELS:-}"; sha256sum "$@"; } | sha256sum | cut -d' ' -f1; }
 run_key=$(key_of "${run_inputs[@]}")
 test_key=$(key_of "${run_inputs[@]}" {plugins/*,backends/xpu,backends/neuron,backends/tpu}/pyproject.toml)
 is_stamped() { [ -f "$venv/.installed-$1" ] && [ "$(cat "$venv/.installed-$1")" = "$2" ]; }
@@ -58,11 +59,18 @@ if [ "$what" = test ]; then
     [ -f "${plugin}pyproject.toml" ] && packages+=(-e "${plugin%/}")
   done
 fi
-if [ "$compiler" = none ] || [ "${OARLOCK_CPU_KERNELS:-}" = 0 ]; then echo "installing oarlock"; else echo "installing oarlock, compiling its CPU kernels: a minute or more"; fi
-[ "$compiler" != none ] || [ "${OARLOCK_CPU_KERNELS:-}" = 0 ] || echo "no C++ compiler: the cpu device computes with plain torch, several times slower; install g++ and run make install again"
+if [ "$compiler" = none ] || [ "${OARLOCK_CPU_KERNELS:-}" = 0 ]; then echo "installing oarlock"; else echo "installing oarlock, compiling its CPU kernels unless that was done before: up to a minute"; fi
 "${pip[@]}" --no-build-isolation "${packages[@]}"
 # What the tpu backend needs has an environment of its own (make test-tpu); here is its light half.
 if [ "$what" = test ]; then "${pip[@]}" --no-build-isolation --no-deps -e backends/tpu; fi
+# What serves is asked of the package itself: pip hides what a build says.
+problem=$("$venv/bin/python" -c 'from oarlock_cpu import native; print(native.problem())')
+if [ -n "$problem" ]; then
+  echo "reference ops are active: the cpu device computes with plain torch, several times slower"
+  echo "  why: $problem"
+  if [ "${OARLOCK_CPU_KERNELS:-}" = 0 ]; then echo "  to mend it: run make install without OARLOCK_CPU_KERNELS=0"
+  else echo "  to mend it: install a C++20 compiler (apt-get install g++), or name one (CXX=clang++), and run make install again"; fi
+fi
 # What tests need includes all that serving needs.
 echo "$run_key" >"$venv/.installed-run"
 if [ "$what" = test ]; then echo "$test_key" >"$venv/.installed-test"; fi

@@ -33,12 +33,14 @@ def free_port() -> int:
 class RealServer:
     """One server process in a session of its own. Use as a context manager."""
 
-    def __init__(self, model: str | Path, *flags: str, log: Path, port: int | None = None, defaults: tuple[str, ...] = FLAGS) -> None:
+    def __init__(
+        self, model: str | Path, *flags: str, log: Path, port: int | None = None, defaults: tuple[str, ...] = FLAGS, python: str | Path = sys.executable
+    ) -> None:
         self.model, self.log = str(model), log
         self.port = port or free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.base_url, timeout=httpx.Timeout(120.0, connect=5.0))
-        self._command = [sys.executable, "-m", "oarlock.cli.main", "serve", self.model, "--host", "127.0.0.1", "--port", str(self.port)]
+        self._command = [str(python), "-m", "oarlock.cli.main", "serve", self.model, "--host", "127.0.0.1", "--port", str(self.port)]
         self._command += [*defaults, *flags]
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -226,7 +226,7 @@ def test_metrics_add_up(server: RealServer) -> None:
     assert rise("vllm:inter_token_latency_seconds_count") > 0
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["oarlock_compiles_after_warmup"] == 0
-    assert after["vllm:cache_config_info"] == 1
+    assert after["vllm:cache_config_info"] == after["oarlock_device_info"] == 1
     events = server.iterate(CMP, server.cmp_body(**LONG))
     next(events)
     assert server.metrics()["vllm:num_requests_running"] == 1

@@ -132,8 +132,17 @@ class ServerMetrics:
             "cache_dtype": config.cache.kv_cache_dtype,
             "device": info.device,
         }
-        gauge = Gauge("vllm:cache_config_info", "The KV cache, as labels.", ["model_name", *facts], registry=self.registry)
-        gauge.labels(self._name, *(str(value) for value in facts.values())).set(1)
+        self._constants("vllm:cache_config_info", "The KV cache, as labels.", tuple(facts), tuple(facts.values()))
+        device = (info.device, info.dtype, info.device_text)
+        self._constants("oarlock_device_info", "The device as it describes itself.", ("device", "dtype", "description"), device)
+        text = "What serves each op; what was installed for it and does not, with the reason and the remedy."
+        self._constants("oarlock_op_info", text, ("op", "implementation", "rejected"), *info.op_table)
+
+    def _constants(self, name: str, text: str, labels: tuple[str, ...], *rows: tuple[object, ...]) -> None:
+        """A gauge that is 1 for each row of label values."""
+        gauge = Gauge(name, text, ["model_name", *labels], registry=self.registry)
+        for row in rows:
+            gauge.labels(self._name, *map(str, row)).set(1)
 
     def totals(self) -> tuple[float, float]:
         """(prompt tokens of answered requests, tokens the engine made), since start."""
