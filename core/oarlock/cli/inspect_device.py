@@ -31,8 +31,8 @@ def examine(name: str, threads: int | None) -> dict[str, Any]:
         capabilities = device.capabilities
         computes = device.torch_device is not None  # one without tensors has an executor of its own, and no ops
         ops = _ops(collect(manager, "kernels", device=device), capabilities.dtypes[0]) if computes else []
-        parts = [(hook, f"{found.name} (priority {found.priority})", "") for hook in ("attention", "graph_runner", "communicator")
-                 for found in collect(manager, hook, device=device) if computes]  # fmt: skip
+        parts = [(hook, f"{found.name} (priority {found.priority})", _refusal(hook, found, capabilities))
+                 for hook in ("attention", "graph_runner", "communicator") for found in collect(manager, hook, device=device) if computes]  # fmt: skip
     return {
         "text": device.describe(),
         "torch": torch.__version__,
@@ -48,6 +48,15 @@ def _ops(implementations: list[Any], dtype: str) -> list[tuple[str, str, str]]:
     """(op, implementation that serves it in `dtype`, why others do not)."""
     importlib.import_module("oarlock.runtime.reference")  # registers every op
     return list(importlib.import_module("oarlock.backend_api.runtime.ops").bind_ops(implementations, dtype).table)
+
+
+def _refusal(hook: str, found: Any, capabilities: Any) -> str:
+    """Why an attention does not serve plain layers in the preferred dtype, block size and commonest head size; "" where it does."""
+    if hook != "attention":
+        return ""
+    heads = {"head_dim": 128, "num_heads": 8, "num_kv_heads": 8, "window": None, "softcap": None}
+    support = found.supports(kind="full", dtype=capabilities.dtypes[0], block_size=capabilities.block_sizes[0], **heads)
+    return "" if support.ok else "; ".join(support.reasons)
 
 
 def _memory(device: Any) -> str:
