@@ -62,7 +62,7 @@ template <int NV> struct Columns<4, NV> {
   INLINE_MEMBER explicit Columns(const uint8_t* const (&at)[NV]) {
     for (int v = 0; v < NV; ++v) units[v] = load_units(at[v]);
   }
-  template <int j> INLINE_MEMBER vf number(int v, const uint8_t* const (&)[NV]) const { return nibble<j>(units[v]); }
+  template <int j> INLINE_MEMBER vf number(int v, const uint8_t* const (&)[NV]) const { return nibble<j % 2 * 4 + j / 2>(units[v]); }
 };
 template <int NV> struct Columns<8, NV> {
   static constexpr int64_t stride = kStep * 2 * 16;

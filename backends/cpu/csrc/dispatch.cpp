@@ -1,4 +1,4 @@
-// Chooses the kernels of this processor, once. OARLOCK_CPU_ISA caps the choice (generic, avx2, avx512, amx): for tests and bug reports.
+// Chooses the kernels of this processor, once. OARLOCK_CPU_ISA caps the choice (generic, avx2, avx512, avx512_fp16, amx): for tests and bug reports.
 #include <cstdlib>
 #include <cstring>
 
@@ -12,6 +12,15 @@ DECLARE(isa_generic)
 #if defined(__x86_64__)
 DECLARE(isa_avx2)
 DECLARE(isa_avx512)
+#ifdef OARLOCK_FP16
+namespace isa_fp16 {
+void packed_of_halves(const LinearArgs&, int64_t, int64_t, int64_t, int64_t);
+void pack_half_panel(const bf16*, int64_t, int64_t, int64_t, uint16_t*);
+void pack_half_rows(const bf16*, int64_t, int64_t, int64_t, int64_t, int64_t, int, bool, uint32_t*, float*);
+void half_run_sums(const CodesArgs&, const bf16*, int64_t, int64_t, int64_t, int64_t, const float*, float*);
+void half_codes(const CodesArgs&, const LinearArgs&, int64_t, int64_t, int64_t, int64_t);
+}
+#endif
 namespace isa_amx {
 void packed_on_tiles(const LinearArgs&, int64_t, int64_t, int64_t, int64_t);
 bool tiles_work();
@@ -32,11 +41,25 @@ bool has_avx512() {
 
 bool has_tiles() { return has_avx512() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && isa_amx::tiles_work(); }
 
+#ifdef OARLOCK_FP16
+Kernels with_halves() {
+  Kernels k = isa_avx512::table;
+  k.name = "avx512_fp16";
+  k.packed = isa_fp16::packed_of_halves;
+  k.bf16_form = Rows::half_tiles;
+  k.pack_half_panel = isa_fp16::pack_half_panel;
+  k.pack_half_rows = isa_fp16::pack_half_rows;
+  k.half_run_sums = isa_fp16::half_run_sums;
+  k.half_codes = isa_fp16::half_codes;
+  return k;
+}
+#endif
+
 Kernels with_tiles() {
   Kernels k = isa_avx512::table;
   k.name = "amx";
   k.packed = isa_amx::packed_on_tiles;
-  k.packed_takes_bf16 = true;
+  k.bf16_form = Rows::bf16;
   return k;
 }
 #endif
@@ -45,12 +68,18 @@ Kernels with_tiles() {
 const Candidate* candidates(int* count) {
 #if defined(__x86_64__)
   static const Kernels amx = with_tiles();
+#ifdef OARLOCK_FP16
+  static const Kernels fp16 = with_halves();
+#endif
 #endif
   static const Candidate all[] = {
       {&isa_generic::table, true},
 #if defined(__x86_64__)
       {&isa_avx2::table, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
       {&isa_avx512::table, has_avx512()},
+#ifdef OARLOCK_FP16
+      {&fp16, has_avx512() && __builtin_cpu_supports("avx512fp16")},
+#endif
       {&amx, has_tiles()},
 #endif
   };

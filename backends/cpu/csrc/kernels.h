@@ -7,12 +7,23 @@
 
 #include "bf16.h"
 
+// Whether this compiler knows the instructions of isa_fp16.cpp.
+#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 14 : __GNUC__ >= 12)
+#define OARLOCK_FP16
+#endif
+
 // out[m][n] = sum_k x[m][k] * w[n][k] + bias[n], for m in [m0, m1), n in [n0, n1).
 // `plain`: w is row-major [N][K], x of `dtype`; sums run along K in vectors.
-// `packed`: w is as pack_weight leaves it; x is float32 in tiles of `tile` rows, each [K rounded up to packed_step()][tile] with zeros where
-// K and the rows were rounded up, so that one step along K reads neighbours; or, with packed_takes_bf16 and bfloat16 weights, it is
-// bfloat16 rows with K rounded up and zeros there. Sums run along K one by one.
+// `packed`: w is as pack_weight leaves it; x has K rounded up to packed_step(), with zeros there, and with bfloat16 weights the form of
+// rows that the table names. Sums run along K one by one.
 // Each has one order of summation, whatever m0 and m1 are: a row's bits do not depend on the other rows.
+enum class Rows {
+  f32_tiles,   // float32 in tiles of `tile` rows, each [K][tile], zeros where the rows were rounded up: one step along K reads neighbours
+  bf16,        // bfloat16 rows
+  half_tiles,  // tiles of binary16 numbers, two of a row a unit, [K / 2][tile] and kHalfTileGap units, each row times a power of two; for
+               // codes of 8 bits one a unit, said twice, [K][tile]
+};
+constexpr int64_t kHalfTileGap = 16;
 struct LinearArgs {
   Dtype dtype;               // of w and bias
   const void *x, *w, *bias;  // bias may be null
@@ -20,20 +31,25 @@ struct LinearArgs {
   int64_t K, ldx, ldw, ldo;  // ldx: not with tiles; ldw: plain only
   bool out_f32;              // out is float32 whatever `dtype` is: the sums are not rounded
   int64_t tile = 0;          // rows of a tile, of `packed` alone: m0 is a multiple
+  const float* row_scales = nullptr;  // [rows], with half tiles: what the sums of each are multiplied by
+  const float* run_sums = nullptr;    // with half tiles and codes that have offsets: [tiles][runs][tile], see half_run_sums
 };
 
 // Packed weights, P numbers a unit: [N / 32][K / (16 P)][2][16 units of K][16 outputs], zeros where N or K were rounded up.
 // Each of the 2 tiles is 16 units deep and 16 outputs wide: one vector of 16 lanes a unit, which is also the order of an AMX tile.
+// For half tiles the numbers are binary16, each output times a power of two, and a panel ends with 32 float32: one over those powers.
 constexpr int64_t kPanel = 32;       // outputs of a panel
 constexpr int64_t kTileUnits = 256;  // of one tile
 constexpr int64_t packed_step(Dtype d) { return d == Dtype::bf16 ? 32 : 16; }  // K is rounded up to it
 
 // Weights of 4 or 8 bits: w[n][k] = fma(code, scale, offset) in float32, of the output's scale and offset in the group of column k; where
-// there are no offsets, -zero * scale. Many rows multiply that number in float32 (in bfloat16, rounded to nearest even, with
-// packed_takes_bf16), few rows the same number in the same order: so the bits of a row do not depend on how many there are.
-//   panels  [N / 32], each 4 bits: [width / 8][32 outputs] of 32 bits, 8 codes 0 .. 15 of one output, the lowest bits first
+// there are no offsets, -zero * scale. Many rows multiply that number in float32 (in bfloat16, rounded to nearest even, where x has
+// Rows::bf16), few rows the same number in the same order: so the bits of a row do not depend on how many there are.
+//   panels  [N / 32], each 4 bits: [width / 8][32 outputs] of 32 bits, 8 codes 0 .. 15 of one output: columns 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first
 //                          8 bits: [width][32 outputs] of int8
 //   scales, offsets  [N / 32][groups][32] of float32 or binary16
+// With half tiles the same number is multiplied in another order: runs of at most code_run() columns of one group are summed, code times x,
+// then times the scale, and the offset times the run's sum of x.
 // Columns were put in order of their groups, each group rounded up to 8 columns and the last to 32 with x = 0 there.
 struct CodesArgs {
   int bits;
@@ -43,6 +59,13 @@ struct CodesArgs {
   int64_t groups, width;
   float zero;
 };
+
+constexpr int64_t code_run(int bits) { return bits == 4 ? 64 : 32; }
+inline int64_t runs_of(const CodesArgs& c) {
+  int64_t runs = 0;
+  for (int64_t g = 0; g < c.groups; ++g) runs += (c.ends[g] - (g ? c.ends[g - 1] : 0) + code_run(c.bits) - 1) / code_run(c.bits);
+  return runs;
+}
 
 // Cache layout of one layer, in units of 32 bits (see bf16.h), D the head size rounded up to 16, P elements a unit:
 //   keys    [num_blocks][kv_heads][D / P][block_size]   tokens side by side: one load gives 16 tokens' unit d
@@ -76,10 +99,15 @@ struct Kernels {
   const char* name;
   void (*plain)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);
   void (*packed)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);  // n0 a multiple of kPanel
-  bool packed_takes_bf16;
+  Rows bf16_form;  // of x, for `packed` with bfloat16 weights
   int tile_rows;  // most rows of a tile
   // One tile: `rows` <= tile rows of K numbers, to [width][tile] float32.
   void (*pack_rows)(Dtype, const void* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, float* out);
+  // With half tiles; else null. A panel of row-major w; one tile of x, its rows' largest below 2^top; its sums over runs; the product with codes.
+  void (*pack_half_panel)(const bf16* w, int64_t ldw, int64_t outputs, int64_t K, uint16_t* to);
+  void (*pack_half_rows)(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, int top, bool twice, uint32_t* out, float* row_scales);
+  void (*half_run_sums)(const CodesArgs&, const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, const float* row_scales, float* out);
+  void (*half_codes)(const CodesArgs&, const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);  // m0, n0 as with `packed`
   int few_rows;   // most rows that `codes` takes
   void (*codes)(const CodesArgs&, const LinearArgs&, int64_t n0, int64_t n1);        // all rows of x, one tile; n0 a multiple of kPanel
   void (*unpack)(const CodesArgs&, int64_t panel, bool to_bf16, void* out);          // one panel as pack_weight leaves it

@@ -24,7 +24,7 @@ Tensor pack_codes(const Tensor& codes, int64_t bits) {
         const uint8_t* row = from + (p * kPanel + o) * width;
         for (int64_t k = 0; k < width; ++k) {
           if (bits == 8) panel[k * kPanel + o] = row[k];
-          else panel[(k / 8 * kPanel + o) * 4 + k % 8 / 2] |= static_cast<uint8_t>((row[k] & 15) << (k % 2 * 4));
+          else panel[(k / 8 * kPanel + o) * 4 + k % 2 * 2 + k % 8 / 4] |= static_cast<uint8_t>((row[k] & 15) << (k % 4 / 2 * 4));
         }
       }
     }
@@ -92,12 +92,11 @@ void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t
   const CodesArgs& c = w.codes;
   LinearArgs a{d, nullptr, nullptr, w.bias, out, c.width, 0, 0, w.out, false};
   if (!M) return;
-  int64_t block = give_rows(a, x, ldx, M, w.in, c.width);
+  Rows form = d == Dtype::bf16 ? k->bf16_form : Rows::f32_tiles;
+  int64_t block = give_rows(a, form, x, ldx, M, w.in, c.width, &c);
+  if (form == Rows::half_tiles) return spread(M, w.out, c.width, block, 2, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) { k->half_codes(c, a, m0, m1, n0, n1); });
   if (!a.tile || M > k->few_rows) return run_decoded(c, a, M, w.out, block);
-  int64_t panels = (w.out + kPanel - 1) / kPanel;
-  int threads = threads_for(M * w.out * c.width);
-  int64_t chunk = std::max<int64_t>(2, panels / (threads * 8) / 2 * 2);  // two panels are walked side by side
-  pool::parallel(panels, threads == 1 ? panels : chunk, threads, [&](int64_t begin, int64_t end) { k->codes(c, a, begin * kPanel, std::min(end * kPanel, w.out)); });
+  spread(M, w.out, c.width, M, 2, [&](int64_t, int64_t, int64_t n0, int64_t n1) { k->codes(c, a, n0, n1); });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {

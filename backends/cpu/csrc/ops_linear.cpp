@@ -34,33 +34,33 @@ template <class T> void pack_typed(const Tensor& weight, Tensor& out) {
   });
 }
 
+// What rows are given as to a weight of `d`.
+Rows form_of(Dtype d) { return d == Dtype::bf16 ? kernels()->bf16_form : Rows::f32_tiles; }
+
+int64_t half_panel_size(int64_t K) { return (rounded(K, packed_step(Dtype::bf16)) + 2) * kPanel; }
+
+Tensor pack_halves(const Tensor& weight) {
+  int64_t N = weight.size(0), K = weight.size(1), ldw = weight.stride(0), panels = rounded(N, kPanel) / kPanel;
+  Tensor out = new_like(weight, {panels, half_panel_size(K)}, ScalarType::Half);
+  const bf16* w = static_cast<const bf16*>(weight.const_data_ptr());
+  uint16_t* to = static_cast<uint16_t*>(out.mutable_data_ptr());
+  pool::parallel(panels, 8, threads_for(N * K), [&, k = kernels()](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) k->pack_half_panel(w + p * kPanel * ldw, ldw, std::min(kPanel, N - p * kPanel), K, to + p * out.size(1));
+  });
+  return out;
+}
+
 // weight [N, K] -> [panels, numbers of a panel]; see kernels.h.
 Tensor pack_weight(const Tensor& weight) {
   STD_TORCH_CHECK(weight.dim() == 2 && weight.stride(1) == 1, "pack_weight: weight must be [out, in], row-major");
   Dtype d = dtype_of(weight, "weight");
+  if (form_of(d) == Rows::half_tiles) return pack_halves(weight);
   Tensor out = new_like(weight, {rounded(weight.size(0), kPanel) / kPanel, rounded(weight.size(1), packed_step(d)) * kPanel});
   if (d == Dtype::bf16) pack_typed<bf16>(weight, out); else pack_typed<float>(weight, out);
   return out;
 }
 
 // ---- linear ---------------------------------------------------------------------------------------------------------
-
-using Kernel = void (*)(const LinearArgs&, int64_t, int64_t, int64_t, int64_t);
-
-// Cuts out [M][N] into blocks of rows and panels of outputs.
-void spread(const LinearArgs& a, int64_t M, int64_t N, int64_t block, Kernel kernel) {
-  int64_t panels = (N + kPanel - 1) / kPanel, blocks = (M + block - 1) / block;
-  int threads = threads_for(M * N * a.K);
-  int64_t chunk = panels * blocks / (threads * 8), whole = threads == 1 ? panels * blocks : chunk > 2 ? chunk / 2 * 2 : 2;
-  pool::parallel(panels * blocks, whole, threads, [&](int64_t begin, int64_t end) {
-    while (begin < end) {  // panels of one block of rows are done together
-      int64_t m = begin / panels, p0 = begin % panels, p1 = p0 + (end - begin) < panels ? p0 + (end - begin) : panels;
-      int64_t m1 = (m + 1) * block < M ? (m + 1) * block : M, n1 = p1 * kPanel < N ? p1 * kPanel : N;
-      kernel(a, m * block, m1, p0 * kPanel, n1);
-      begin += p1 - p0;
-    }
-  });
-}
 
 // The result: of x's dtype, or float32 where the sums are to stay unrounded.
 Tensor new_out(const Tensor& x, int64_t N, bool out_f32) {
@@ -77,7 +77,7 @@ Tensor linear(const Tensor& x_in, const Tensor& weight, const OptionalTensor& bi
   a.bias = checked_bias(bias ? &*bias : nullptr, a.dtype, N);
   Tensor out = new_out(x, N, out_f32);
   a.out = out.mutable_data_ptr();
-  spread(a, M, N, kBlock, kernels()->plain);
+  spread(M, N, K, kBlock, 2, [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1) { k->plain(a, m0, m1, n0, n1); });
   return out;
 }
 
@@ -89,6 +89,9 @@ Tensor linear_packed(const Tensor& x_in, const Tensor& weight, int64_t N, const 
   run_linear(w, d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr(), out_f32);
   return out;
 }
+
+// Panels that are walked side by side.
+int64_t group_of(const LinearArgs& a) { return a.row_scales && a.tile > 6 && a.tile <= 8 ? 3 : 2; }
 
 // As even as can be: of 13 rows, two tiles of 7.
 int64_t tile_of(int64_t M) {
@@ -110,6 +113,26 @@ const float* tiled(const void* x, Dtype d, int64_t M, int64_t K, int64_t ldx, in
   return to;
 }
 
+// x in tiles of halves for dense weights, or for codes; the rows' scales follow them, then the sums of runs.
+void half_tiles(LinearArgs& a, const bf16* x, int64_t M, int64_t K, int64_t ldx, int64_t width, const CodesArgs* c, std::vector<uint32_t>& buffer) {
+  bool is_twice = c && c->bits == 8, has_offsets = c && (c->offsets || c->zero != (c->bits == 4 ? 8 : 0));
+  // 32 products of the largest fit binary16: of numbers below 1, codes -8 .. 7, or codes -128 .. 127.
+  int top = !c ? 10 : c->bits == 4 ? 7 : 3;
+  int64_t tile = a.tile, count = (M + tile - 1) / tile, size = (is_twice ? width : width / 2) * tile + kHalfTileGap, runs = has_offsets ? runs_of(*c) : 0;
+  if (static_cast<int64_t>(buffer.size()) < count * (size + tile * (1 + runs))) buffer.resize(count * (size + tile * (1 + runs)));
+  uint32_t* to = buffer.data();
+  float *scales = reinterpret_cast<float*>(to + count * size), *sums = scales + count * tile;
+  a.x = to, a.row_scales = scales, a.run_sums = runs ? sums : nullptr;
+  pool::parallel(count, 1, threads_for(M * K), [&, k = kernels()](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const bf16* from = x + t * tile * ldx;
+      int64_t rows = std::min(tile, M - t * tile);
+      k->pack_half_rows(from, ldx, rows, tile, K, width, top, is_twice, to + t * size, scales + t * tile);
+      if (runs) k->half_run_sums(*c, from, ldx, rows, tile, K, scales + t * tile, sums + t * tile * runs);
+    }
+  });
+}
+
 // x as bfloat16 rows of `width` >= K numbers, zeros after K; x itself when it is that already.
 const void* bf16_rows(const void* x, int64_t M, int64_t K, int64_t stride, int64_t width, std::vector<bf16>& buffer, int64_t* ldx) {
   *ldx = stride;
@@ -128,28 +151,32 @@ const void* checked_bias(const Tensor* bias, Dtype d, int64_t N) {
   return bias->const_data_ptr();
 }
 
-int64_t give_rows(LinearArgs& a, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width) {
+int64_t give_rows(LinearArgs& a, Rows form, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width, const CodesArgs* codes) {
   static thread_local std::vector<float> wide;
+  static thread_local std::vector<uint32_t> halves;
   static thread_local std::vector<bf16> narrow;
-  if (a.dtype == Dtype::bf16 && kernels()->packed_takes_bf16) {
+  if (form == Rows::bf16) {
     a.x = bf16_rows(x, M, K, ldx, width, narrow, &a.ldx);
     return kBlock;
   }
   a.tile = tile_of(M);
-  a.x = tiled(x, a.dtype, M, K, ldx, width, a.tile, wide);
+  if (form == Rows::half_tiles) half_tiles(a, static_cast<const bf16*>(x), M, K, ldx, width, codes, halves);
+  else a.x = tiled(x, a.dtype, M, K, ldx, width, a.tile, wide);
   return std::max<int64_t>(1, kBlock / a.tile) * a.tile;
 }
 
 PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, int64_t in, int64_t out) {
-  STD_TORCH_CHECK(dtype_of(panels, "weight") == d && panels.is_contiguous() && panels.size(1) == rounded(in, packed_step(d)) * kPanel && panels.size(0) == rounded(out, kPanel) / kPanel,
+  bool is_half = form_of(d) == Rows::half_tiles;
+  int64_t size = is_half ? half_panel_size(in) : rounded(in, packed_step(d)) * kPanel;
+  STD_TORCH_CHECK((is_half ? panels.scalar_type() == ScalarType::Half : dtype_of(panels, "weight") == d) && panels.is_contiguous() && panels.size(1) == size && panels.size(0) == rounded(out, kPanel) / kPanel,
                   "linear: x [num_tokens, in] does not fit the packed weight");
   return {panels.const_data_ptr(), checked_bias(bias, d, out), in, out};
 }
 
 void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32) {
   LinearArgs a{d, nullptr, w.panels, w.bias, out, w.in, 0, 0, w.out, out_f32};
-  int64_t block = give_rows(a, x, ldx, M, w.in, rounded(w.in, packed_step(d)));
-  spread(a, M, w.out, block, kernels()->packed);
+  int64_t block = give_rows(a, form_of(d), x, ldx, M, w.in, rounded(w.in, packed_step(d)));
+  spread(M, w.out, w.in, block, group_of(a), [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1) { k->packed(a, m0, m1, n0, n1); });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {

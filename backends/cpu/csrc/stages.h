@@ -18,9 +18,23 @@ PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, in
 // out [M][w.out], of `d` or float32, from rows x of `d`.
 void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
 
-// Sets a.x to rows x of a.dtype as the packed kernel takes them (kernels.h), K of `width` numbers each: float32 tiles of a.tile rows, or,
-// with a.tile 0, bfloat16 rows. They hold until the next call on this thread. Returns the rows of a block.
-int64_t give_rows(LinearArgs& a, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width);
+// Sets a.x, and what belongs to it, to rows x of a.dtype in a form, K of `width` numbers each. They hold until the next call on this
+// thread. Returns the rows of a block.
+int64_t give_rows(LinearArgs& a, Rows form, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width, const CodesArgs* codes = nullptr);
+
+// f(m0, m1, n0, n1) for blocks of at most `block` rows times some of `group` panels of outputs.
+template <class F> void spread(int64_t M, int64_t N, int64_t K, int64_t block, int64_t group, const F& f) {
+  int64_t panels = (N + kPanel - 1) / kPanel, blocks = (M + block - 1) / block;
+  int threads = threads_for(M * N * K);
+  int64_t chunk = panels * blocks / (threads * 8), whole = threads == 1 ? panels * blocks : chunk > group ? chunk / group * group : group;
+  pool::parallel(panels * blocks, whole, threads, [&](int64_t begin, int64_t end) {
+    while (begin < end) {  // panels of one block of rows are done together
+      int64_t m = begin / panels, p0 = begin % panels, p1 = p0 + (end - begin) < panels ? p0 + (end - begin) : panels;
+      f(m * block, (m + 1) * block < M ? (m + 1) * block : M, p0 * kPanel, p1 * kPanel < N ? p1 * kPanel : N);
+      begin += p1 - p0;
+    }
+  });
+}
 const void* checked_bias(const Tensor* bias, Dtype d, int64_t N);  // null where there is none
 
 // ---- linear over codes ----------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 8, 13, 100])
-def test_against_the_reference(codes, isa, case, scheme, dtype, rows):
+def test_against_the_reference(codes, linear_isa, case, scheme, dtype, rows):
     weight, packed = made(codes, scheme, CASES[case], 97, 192)
     x = torch.randn(rows, 192, generator=torch.Generator().manual_seed(rows)).to(dtype)
     bias = torch.randn(97, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -51,7 +51,7 @@ def test_against_the_reference(codes, isa, case, scheme, dtype, rows):
 
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_rows_bits_do_not_depend_on_the_others(codes, isa, scheme, dtype):
+def test_a_rows_bits_do_not_depend_on_the_others(codes, linear_isa, scheme, dtype):
     _, packed = made(codes, scheme, {"group": 48, "zeros": 1}, 200, 240)
     x = torch.randn(130, 240, generator=torch.Generator().manual_seed(1)).to(dtype)
     whole = codes.linear(x, packed)

@@ -24,8 +24,11 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     """NMSE against float64: one rounding of bfloat16 is about 3e-6, float32 sums stay below 1e-12."""
     assert got.dtype == dtype and got.shape == want.shape
-    error = float((got.double() - want).square().sum() / want.square().sum().clamp(min=1e-30))
-    assert error < (1e-5 if dtype == torch.bfloat16 else 1e-12), error
+    assert error_of(got, want) < (1e-5 if dtype == torch.bfloat16 else 1e-12)
+
+
+def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).square().sum() / want.square().sum().clamp(min=1e-30))
 
 
 LINEARS = [(1, 64, 64), (1, 576, 1536), (2, 1536, 96), (5, 100, 33), (7, 31, 1), (13, 577, 65), (97, 48, 130), (200, 33, 40), (1, 1, 1), (0, 16, 16), (9, 512, 64)]
@@ -42,7 +45,9 @@ def test_linear(ops, linear_isa, dtype, rows, size, out):
         for weight in (w, ops.pack(w)):
             got = ops.lm_head(x, weight, bias)
             assert got.dtype == torch.float32
-            assert_near(got, want, torch.float32)  # the sums are not rounded to the model's dtype
+            # The sums are not rounded to the model's dtype; only runs of binary16 products are.
+            is_rounded = linear_isa == "avx512_fp16" and dtype == torch.bfloat16 and weight is not w
+            assert error_of(got, want) < (2e-6 if is_rounded else 1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

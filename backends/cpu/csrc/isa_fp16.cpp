@@ -1,0 +1,371 @@
+// Linears of bfloat16 rows in binary16 products, at twice the rate of float32's; everything else is the AVX-512 table's (dispatch.cpp puts
+// them together). Processors with tiles (isa_amx.cpp) do without.
+//
+// What binary16 cannot hold is kept out of its way: each row of x, and each output of a dense w, is multiplied by a power of two that
+// brings its largest number to [2^9, 2^10), and to [1/2, 1). A bfloat16 then loses bits only where it is 2^-17 of the largest beside it.
+// Codes of 4 or 8 bits are binary16 numbers as they are. A lane sums 32 products in binary16, at most 2^15; such runs are added in
+// float32, those of codes times their group's scale. The order depends on nothing but K and the groups, so a row's bits do not depend
+// on the others here either.
+#define OARLOCK_ISA isa_fp16
+#define OARLOCK_NAME "avx512_fp16"
+#define OARLOCK_LANES 16
+#include "linear.inl"
+
+#ifdef OARLOCK_FP16
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512fp16"))), apply_to = function)
+#else
+#pragma GCC target("avx512fp16")
+#endif
+
+namespace isa_fp16 {
+namespace {
+
+constexpr int kRows = 12;
+constexpr int64_t kDepth = 16;       // units of a tile
+constexpr int64_t kAheadBytes = 8192, kCodesAheadBytes = 4096;
+// Vectors of outputs that are summed side by side: as many as leave registers for x, w and codes.
+constexpr int columns_of(int rows) { return rows <= 6 ? 4 : rows <= 8 ? 3 : 2; }
+constexpr int code_columns_of(int rows) { return rows <= 5 ? 4 : rows <= 7 ? 3 : 2; }
+
+// 2^e with 2^e * largest in [2^(top - 1), 2^top), as far as a float32 can say it; 1 for a row of zeros.
+float power_for(uint32_t largest_bits, int top) {
+  int exponent = static_cast<int>(largest_bits >> 7) - 127;  // of a bfloat16 without its sign; subnormals count as the smallest
+  int e = largest_bits ? top - 1 - exponent : 0;
+  e = e > 120 ? 120 : e < -120 ? -120 : e;
+  uint32_t bits = static_cast<uint32_t>(e + 127) << 23;
+  float power;
+  memcpy(&power, &bits, 4);
+  return power;
+}
+
+// The largest finite magnitude, as the bits of a bfloat16.
+uint32_t largest_of(const bf16* x, int64_t n) {
+  __m512i best = _mm512_setzero_si512();
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff), infinity = _mm512_set1_epi16(0x7f80);
+  for (int64_t k = 0; k < n; k += 32) {
+    __mmask32 there = n - k < 32 ? (__mmask32(1) << (n - k)) - 1 : ~__mmask32(0);
+    __m512i v = _mm512_and_si512(_mm512_maskz_loadu_epi16(there, x + k), magnitude);
+    best = _mm512_mask_max_epu16(best, _mm512_cmplt_epu16_mask(v, infinity), best, v);
+  }
+  alignas(64) uint16_t lanes[32];
+  _mm512_store_si512(lanes, best);
+  uint32_t found = 0;
+  for (uint32_t lane : lanes) found = lane > found ? lane : found;
+  return found;
+}
+
+// 32 numbers times a power of two, in binary16; zeros past n.
+INLINE __m512i to_halves(const bf16* x, int64_t n, __m512 power) {
+  __mmask32 there = n >= 32 ? ~__mmask32(0) : n > 0 ? (__mmask32(1) << n) - 1 : 0;
+  __m512i v = _mm512_maskz_loadu_epi16(there, x);
+  __m512 low = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(v)), 16);
+  __m512 high = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(v, 1)), 16);
+  __m256i a = _mm512_cvtps_ph(low * power, _MM_FROUND_TO_NEAREST_INT), b = _mm512_cvtps_ph(high * power, _MM_FROUND_TO_NEAREST_INT);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+}
+
+// Columns become rows.
+INLINE void transpose(__m512i (&r)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + 2 + j]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + 2 + j]);
+    }
+  for (int i = 0; i < 8; ++i) {  // quarters of rows 0..3 and 4..7, of 8..11 and 12..15
+    int from = i % 4 + i / 4 * 8;
+    t[i] = _mm512_shuffle_i32x4(r[from], r[from + 4], 0x88);
+    t[i + 8] = _mm512_shuffle_i32x4(r[from], r[from + 4], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xdd);
+  }
+}
+
+}  // namespace
+
+// Row-major outputs [0, outputs) to a panel of halves and 32 float32, one over the power of each output.
+void pack_half_panel(const bf16* w, int64_t ldw, int64_t outputs, int64_t K, uint16_t* to) {
+  int64_t depth = (K + 31) / 32;
+  float* back = reinterpret_cast<float*>(to + depth * 2 * kTileUnits * 2);
+  for (int n = 0; n < kPanel; ++n) {
+    float power = n < outputs ? power_for(largest_of(w + n * ldw, K), 0) : 1.f;
+    back[n] = 1.f / power;
+    for (int64_t d = 0; d < depth; ++d) {
+      alignas(64) uint32_t units[16];
+      _mm512_store_si512(units, n < outputs ? to_halves(w + n * ldw + d * 32, K - d * 32, _mm512_set1_ps(power)) : _mm512_setzero_si512());
+      for (int u = 0; u < 16; ++u) memcpy(to + (((d * 2 + n / 16) * 16 + u) * 16 + n % 16) * 2, units + u, 4);
+    }
+  }
+}
+
+// One tile of x, kHalfTileGap units longer than [width / 2][tile] units of two numbers, or `twice`, [width][tile] of one number twice;
+// and what the sums of each row are to be multiplied by.
+void pack_half_rows(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, int top, bool twice, uint32_t* out, float* back) {
+  __m512 power[kRows];
+  for (int64_t r = 0; r < rows; ++r) {
+    float p = power_for(largest_of(x + r * ldx, K), top);
+    power[r] = _mm512_set1_ps(p);
+    back[r] = 1.f / p;
+  }
+  for (int64_t k = 0; k < width; k += 32) {
+    __m512i part[2][16] = {};
+    for (int64_t r = 0; r < rows; ++r) {
+      __m512i v = to_halves(x + r * ldx + k, K - k, power[r]);
+      if (!twice) part[0][r] = v;
+      else for (int i = 0; i < 2; ++i) {
+        __m512i wide = _mm512_cvtepu16_epi32(i ? _mm512_extracti64x4_epi64(v, 1) : _mm512_castsi512_si256(v));
+        part[i][r] = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
+      }
+    }
+    for (int i = 0; i <= twice; ++i) {
+      if (tile == 1) {
+        _mm512_storeu_si512(out, part[i][0]);
+        out += 16;
+        continue;
+      }
+      transpose(part[i]);
+      for (int u = 0; u < 16; ++u, out += tile) _mm512_storeu_si512(out, part[i][u]);  // the next overwrites what is too much
+    }
+  }
+}
+
+namespace {
+
+template <int h> INLINE vf half_of(__m512h v) {
+  return (vf)_mm512_cvtxph_ps((__m256h)(h ? _mm512_extracti64x4_epi64((__m512i)v, 1) : _mm512_castsi512_si256((__m512i)v)));
+}
+
+// 16 outputs' sums, of both numbers of a unit.
+INLINE vf sum_of_units(const float* sums) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  __m512 low = (__m512)load(sums), high = (__m512)load(sums + 16);
+  return (vf)_mm512_permutex2var_ps(low, even, high) + (vf)_mm512_permutex2var_ps(low, odd, high);
+}
+
+// MR rows times NV tile columns: sums [MR][NV][16 outputs][2 of a unit].
+template <int MR, int NV, bool Ahead> void block(const uint32_t* x, const char* const (&tiles)[NV], int64_t depth, int64_t panel_bytes, float* sums) {
+  constexpr int64_t kStride = 2 * kTileUnits * 4;  // bytes from one depth of a column to the next
+  for (int i = 0; i < MR * NV * 2; ++i) store(sums + i * 16, vf{});
+  for (int64_t d0 = 0; d0 < depth; d0 += 2) {
+    int64_t end = d0 + 2 < depth ? d0 + 2 : depth;
+    __m512h acc[MR][NV];
+    for (int i = 0; i < MR; ++i)
+      for (int j = 0; j < NV; ++j) acc[i][j] = _mm512_setzero_ph();
+    for (int64_t d = d0; d < end; ++d) {
+      // Past this panel comes the one that this column is to walk next.
+      int64_t ahead = d * kStride + kAheadBytes;
+      if (Ahead && ahead >= depth * kStride) ahead += panel_bytes * ((NV + 1) / 2) - depth * kStride;
+      for (int u = 0; u < kDepth; ++u, x += MR) {
+        __m512h w[NV];
+        for (int j = 0; j < NV; ++j) {
+          if (Ahead) __builtin_prefetch(tiles[j] + ahead + u * 64);
+          w[j] = _mm512_loadu_ph(tiles[j] + d * kStride + u * 64);
+        }
+        for (int i = 0; i < MR; ++i) {
+          __m512h xv = (__m512h)_mm512_set1_epi32(static_cast<int>(x[i]));
+          for (int j = 0; j < NV; ++j) acc[i][j] = _mm512_fmadd_ph(xv, w[j], acc[i][j]);
+        }
+      }
+    }
+    for (int i = 0; i < MR; ++i)
+      for (int j = 0; j < NV; ++j) {
+        float* at = sums + (i * NV + j) * 32;
+        store(at, load(at) + half_of<0>(acc[i][j]));
+        store(at + 16, load(at + 16) + half_of<1>(acc[i][j]));
+      }
+  }
+}
+
+// Rows [m0, m1) in tiles of MR, times NV tile columns from output n on.
+template <int MR, int NV> void columns(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n, int64_t n1) {
+  int64_t depth = (a.K + 31) / 32, panel_bytes = (depth * 2 * kTileUnits + kPanel) * 4;
+  const char* tiles[NV];
+  vf back[NV];
+  for (int j = 0; j < NV; ++j) {
+    int64_t column = n / 16 + j;
+    const char* panel = static_cast<const char*>(a.w) + column / 2 * panel_bytes;
+    tiles[j] = panel + column % 2 * kTileUnits * 4;
+    back[j] = load(reinterpret_cast<const float*>(panel + panel_bytes) - kPanel + column % 2 * 16);
+  }
+  alignas(64) float sums[MR * NV * 32], row[NV * 16];
+  int64_t outputs = n1 - n < NV * 16 ? n1 - n : NV * 16;
+  for (int64_t m = m0; m < m1; m += MR) {
+    const uint32_t* x = static_cast<const uint32_t*>(a.x) + m / MR * (depth * kDepth * MR + kHalfTileGap);
+    if (m == m0) block<MR, NV, true>(x, tiles, depth, panel_bytes, sums); else block<MR, NV, false>(x, tiles, depth, panel_bytes, sums);
+    int64_t rows = m1 - m < MR ? m1 - m : MR;
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int j = 0; j < NV; ++j) store(row + j * 16, sum_of_units(sums + (i * NV + j) * 32) * splat(a.row_scales[m + i]) * back[j]);
+      store_row<bf16>(a, row, m + i, n, outputs);
+    }
+  }
+}
+
+// As wide as can be, from output n0 on: calls f.operator()<NV>(n).
+template <int widest, int64_t outputs, class F> INLINE void cut(int64_t n0, int64_t n1, const F& f) {
+  int64_t n = n0, end = (n1 + outputs - 1) / outputs * outputs;
+  for (; n + outputs * widest <= end; n += outputs * widest) f.template operator()<widest>(n);
+  if constexpr (widest > 2)
+    for (; n + outputs * 2 <= end; n += outputs * 2) f.template operator()<2>(n);
+  for (; n < end; n += outputs) f.template operator()<1>(n);
+}
+
+template <int MR> void panels(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  cut<columns_of(MR), 16>(n0, n1, [&]<int NV>(int64_t n) { columns<MR, NV>(a, m0, m1, n, n1); });
+}
+
+template <int MR = kRows> void rows_of(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  if constexpr (MR > 1) {
+    if (a.tile < MR) return rows_of<MR - 1>(a, m0, m1, n0, n1);
+  }
+  panels<MR>(a, m0, m1, n0, n1);
+}
+
+// ---- codes ----------------------------------------------------------------------------------------------------------
+//
+// A vector holds one step of 16 outputs and two columns at 4 bits, where a panel is 2 vectors wide, or of 32 outputs and one column at 8
+// bits, where it is one.
+
+constexpr int64_t outputs_of(int bits) { return bits == 4 ? 16 : 32; }
+
+// The 32 halves of step t of eight columns, which begin at `at`.
+template <int bits, int t> INLINE __m512h code_vector(const char* at) {
+  if constexpr (bits == 8) return _mm512_cvtepi16_ph(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + t * 32))));
+  // A look-up reads five bits of each lane: the table says every number twice, so that no mask is needed.
+  const __m512i table = (__m512i)_mm512_set_ph(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+  return (__m512h)_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(at), 4 * t), table);
+}
+
+template <int bits, int MR, int NV, int t = 0> INLINE void eight_columns(const uint32_t* x, const char* const (&at)[NV], __m512h (&acc)[MR][NV]) {
+  if constexpr (t < (bits == 4 ? 4 : 8)) {
+    __m512h w[NV];
+    for (int j = 0; j < NV; ++j) w[j] = code_vector<bits, t>(at[j]);
+    for (int i = 0; i < MR; ++i) {
+      __m512h xv = (__m512h)_mm512_set1_epi32(static_cast<int>(x[t * MR + i]));
+      for (int j = 0; j < NV; ++j) acc[i][j] = _mm512_fmadd_ph(xv, w[j], acc[i][j]);
+    }
+    eight_columns<bits, MR, NV, t + 1>(x, at, acc);
+  }
+}
+
+INLINE vf numbers_at(const void* table, bool is_half, int64_t at) {
+  if (!is_half) return load(static_cast<const float*>(table) + at);
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(table) + at)));
+}
+
+// Scales and offsets of one group for both halves of a vector, a lane each; offsets to be added to one lane of an output.
+template <int bits> INLINE void group_numbers(const CodesArgs& c, int64_t at, vf (&s)[2], vf (&o)[2]) {
+  for (int h = 0; h < 2; ++h) {
+    int64_t from = bits == 4 ? at : at + h * 16;
+    s[h] = numbers_at(c.scales, c.is_half, from);
+    o[h] = c.offsets ? numbers_at(c.offsets, c.is_half, from) : s[h] * splat(-c.zero);
+    if (bits == 8) continue;
+    o[h] = fma(s[h], splat(8.f), o[h]);
+    const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), lanes = _mm512_add_epi32(twice, _mm512_set1_epi32(8 * h));
+    s[h] = (vf)_mm512_permutexvar_ps(lanes, (__m512)s[h]);
+    o[h] = (vf)_mm512_maskz_permutexvar_ps(0x5555, lanes, (__m512)o[h]);
+  }
+}
+
+// MR rows times NV vectors from vector `first` on: sums [MR][NV][32].
+template <int bits, int MR, int NV> void codes_block(const CodesArgs& c, const uint32_t* x, const float* run_sums, int64_t first, float* sums) {
+  constexpr int64_t per_panel = kPanel / outputs_of(bits), step = kPanel * bits;  // bytes of eight columns of a panel
+  int64_t panel_bytes = c.width * kPanel * bits / 8;
+  const char* at[NV];
+  for (int j = 0; j < NV; ++j) at[j] = static_cast<const char*>(c.panels) + (first + j) / per_panel * panel_bytes + (first + j) % per_panel * 64;
+  for (int i = 0; i < MR * NV * 2; ++i) store(sums + i * 16, vf{});
+  int64_t k = 0;
+  for (int64_t g = 0; g < c.groups; ++g)
+    while (k < c.ends[g]) {
+      int64_t end = k + code_run(bits) < c.ends[g] ? k + code_run(bits) : c.ends[g];
+      __m512h acc[MR][NV];
+      for (int i = 0; i < MR; ++i)
+        for (int j = 0; j < NV; ++j) acc[i][j] = _mm512_setzero_ph();
+      for (; k < end; k += 8, x += (bits == 4 ? 4 : 8) * MR) {
+        int64_t ahead = k / 8 * step + kCodesAheadBytes < panel_bytes ? kCodesAheadBytes : kCodesAheadBytes + panel_bytes * ((NV + per_panel - 1) / per_panel - 1);
+        eight_columns<bits, MR, NV>(x, at, acc);
+        for (int j = 0; j < NV; ++j, at[j - 1] += step)
+          for (int line = 0; line < (bits == 4 ? 1 : 4); ++line) __builtin_prefetch(at[j] + ahead + line * 64);
+      }
+      for (int j = 0; j < NV; ++j) {
+        vf s[2], o[2];
+        group_numbers<bits>(c, ((first + j) / per_panel * c.groups + g) * kPanel + (first + j) % per_panel * 16, s, o);
+        for (int i = 0; i < MR; ++i) {
+          float* to = sums + (i * NV + j) * 32;
+          vf low = fma(half_of<0>(acc[i][j]), s[0], load(to)), high = fma(half_of<1>(acc[i][j]), s[1], load(to + 16));
+          if (run_sums) low = fma(splat(run_sums[i]), o[0], low), high = fma(splat(run_sums[i]), o[1], high);
+          store(to, low);
+          store(to + 16, high);
+        }
+      }
+      if (run_sums) run_sums += MR;
+    }
+}
+
+template <int bits, int MR, int NV> void code_columns(const CodesArgs& c, const LinearArgs& a, int64_t m0, int64_t m1, int64_t n, int64_t n1) {
+  constexpr int64_t wide = outputs_of(bits) * NV;
+  alignas(64) float sums[MR * NV * 32], row[NV * 32];
+  int64_t outputs = n1 - n < wide ? n1 - n : wide, size = c.width * MR / (bits == 4 ? 2 : 1) + kHalfTileGap, runs = a.run_sums ? runs_of(c) : 0;
+  for (int64_t m = m0; m < m1; m += MR) {
+    codes_block<bits, MR, NV>(c, static_cast<const uint32_t*>(a.x) + m / MR * size, a.run_sums ? a.run_sums + m * runs : nullptr, n / outputs_of(bits), sums);
+    int64_t rows = m1 - m < MR ? m1 - m : MR;
+    for (int64_t i = 0; i < rows; ++i) {
+      vf back = splat(a.row_scales[m + i]);
+      for (int j = 0; j < NV; ++j) {
+        const float* from = sums + (i * NV + j) * 32;
+        if (bits == 4) store(row + j * 16, sum_of_units(from) * back);
+        else for (int h = 0; h < 2; ++h) store(row + j * 32 + h * 16, load(from + h * 16) * back);
+      }
+      store_row<bf16>(a, row, m + i, n, outputs);
+    }
+  }
+}
+
+template <int bits, int MR = kRows> void codes_of(const CodesArgs& c, const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  if constexpr (MR > 1) {
+    if (a.tile < MR) return codes_of<bits, MR - 1>(c, a, m0, m1, n0, n1);
+  }
+  cut<code_columns_of(MR), outputs_of(bits)>(n0, n1, [&]<int NV>(int64_t n) { code_columns<bits, MR, NV>(c, a, m0, m1, n, n1); });
+}
+
+}  // namespace
+
+void half_codes(const CodesArgs& c, const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  if (c.bits == 4) codes_of<4>(c, a, m0, m1, n0, n1); else codes_of<8>(c, a, m0, m1, n0, n1);
+}
+
+// Of one tile: the sum of x over each run of columns, [runs][tile], each row times what pack_half_rows multiplied it by.
+void half_run_sums(const CodesArgs& c, const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, const float* back, float* out) {
+  int64_t k = 0;
+  for (int64_t g = 0; g < c.groups; ++g)
+    while (k < c.ends[g]) {
+      int64_t end = k + code_run(c.bits) < c.ends[g] ? k + code_run(c.bits) : c.ends[g];
+      for (int64_t r = 0; r < rows; ++r) {
+        vf total = {};
+        for (int64_t i = k; i < end && i < K; i += W) {
+          int64_t n = (end < K ? end : K) - i;
+          total = total + (n < W ? load_some(x + r * ldx + i, n) : load(x + r * ldx + i));
+        }
+        out[r] = sum(total) / back[r];
+      }
+      for (int64_t r = rows; r < tile; ++r) out[r] = 0.f;
+      out += tile;
+      k = end;
+    }
+}
+
+void packed_of_halves(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  if (a.dtype == Dtype::bf16) rows_of(a, m0, m1, n0, n1); else packed_typed<float>(a, m0, m1, n0, n1);
+}
+
+}  // namespace isa_fp16
+
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+#endif
