@@ -1,12 +1,14 @@
 """`CpuDevice`: the host's processor. Heavy: imports torch, in a worker only.
 
-Owns: torch's thread count in this process.
+Owns: torch's thread count in this process, and the processors that the computing thread and its team keep to.
 Reads: `oarlock.backend_api`, `host`.
 Never: knows a model; chooses an implementation (core does).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from oarlock_cpu import host, native, plugin
 class CpuDevice(Device):
     """The cpu. `options["threads"]` sets the compute threads; None or absent takes the allowed cores within the cgroup's quota.
 
-    The `options["ranks"]` workers of one model divide them.
+    The `options["ranks"]` workers of one model divide them, and each keeps to one socket where that serves (`host.placement`).
     """
 
     def __init__(self, index: int = 0, options: dict[str, Any] | None = None) -> None:
@@ -28,7 +30,7 @@ class CpuDevice(Device):
         threads = self.options.get("threads")
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
             raise ValueError(f"threads is {threads!r}; it must be a whole number of at least 1")
-        self._threads = max(1, (threads or host.usable_threads()) // self.options.get("ranks", 1))
+        self._placement = host.placement(index, self.options.get("ranks", 1), threads)
 
     @property
     def torch_device(self) -> torch.device:
@@ -53,7 +55,10 @@ class CpuDevice(Device):
         )
 
     def activate(self) -> None:
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(self._placement.threads)
+        if self._placement.cpus is not None:
+            with contextlib.suppress(OSError):  # where it is forbidden, the system puts them
+                os.sched_setaffinity(0, self._placement.cpus)  # of this thread and those that it will start: not of a user's other threads
 
     def memory_info(self) -> tuple[int, int]:
         found = host.memory()
@@ -62,6 +67,5 @@ class CpuDevice(Device):
         return found
 
     def describe(self) -> str:
-        problem = native.problem()
-        served = problem or f"kernels {native.isa()}"
-        return f"{self._processor.name}, {self._processor.isa}, {self._threads} thread{'s' if self._threads > 1 else ''}, torch {torch.__version__}, {served}"
+        served = native.problem() or f"kernels {native.isa()}"
+        return f"{self._processor.name}, {self._processor.isa}, {self._placement}, torch {torch.__version__}, {served}"

@@ -1,4 +1,4 @@
-"""What this process may use of the host: processors, quota, memory, instruction sets. Standard library only.
+"""What this process may use of the host: processors, quota, nodes, memory, instruction sets. Standard library only.
 
 Owns: the reading of /proc, /sys and the cgroup files.
 Reads: the operating system.
@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+ENOUGH_CORES = 8  # so many of one socket bring more than their number again across the link between sockets
 _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
@@ -104,23 +105,83 @@ def _first_siblings(cpus: set[int], root: Path) -> set[int]:
     """One logical processor of each core among `cpus`: two threads of one core share its vector units."""
     chosen: set[int] = set()
     for cpu in sorted(cpus):
-        text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        siblings: set[int] = set()
-        for part in (text or str(cpu)).strip().split(","):
-            low, _, high = part.partition("-")
-            siblings.update(range(int(low), int(high or low) + 1))
-        if not siblings & chosen:
+        if not _cpu_list(_read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)) & chosen:
             chosen.add(cpu)
     return chosen
 
 
+def _ranges(cpus: frozenset[int]) -> str:
+    """{0, 1, 2, 8} as "0-2,8"."""
+    starts = [cpu for cpu in sorted(cpus) if cpu - 1 not in cpus]
+    ends = [cpu for cpu in sorted(cpus) if cpu + 1 not in cpus]
+    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in zip(starts, ends, strict=True))
+
+
+def _cpu_list(text: str) -> set[int]:
+    """The numbers of a list such as "0-3,8"."""
+    return {cpu for low, high in re.findall(r"(\d+)(?:-(\d+))?", text) for cpu in range(int(low), int(high or low) + 1)}
+
+
 def usable_threads(root: Path = Path("/"), allowed: set[int] | None = None) -> int:
     """Compute threads to use: allowed cores (not hyperthreads), within the cgroup's quota, at least 1."""
-    if allowed is None:
-        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    cores = len(_first_siblings(allowed, root))
+    cores = len(_first_siblings(_allowed() if allowed is None else allowed, root))
     quota = cpu_quota(root)
     return max(1, cores if quota is None else min(cores, math.floor(quota)))
+
+
+def _allowed() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one rank computes. `cpus` None: wherever the system puts its threads; else it keeps to them, and its memory lies beside them."""
+
+    threads: int
+    cpus: frozenset[int] | None = None
+
+    def __str__(self) -> str:
+        """For people: "24 threads on CPUs 0-23,48-71"."""
+        return f"{self.threads} thread{'s' if self.threads > 1 else ''}{' on CPUs ' + _ranges(self.cpus) if self.cpus else ''}"
+
+
+def placement(rank: int = 0, ranks: int = 1, threads: int | None = None, root: Path = Path("/"), allowed: set[int] | None = None) -> Placement:
+    """Ranks take turns on the sockets, or on the NUMA nodes where there are more ranks than sockets. `threads`: of all ranks, where the user says.
+
+    A rank keeps to its socket where its threads fit, or where the socket has ENOUGH_CORES: a step waits for memory, and other sockets' is far.
+    """
+    allowed = _allowed() if allowed is None else allowed
+    own = max(1, (threads or usable_threads(root, allowed)) // ranks)
+    nodes = _nodes(allowed, root)
+    sockets: dict[int, set[int]] = {}
+    for node in nodes:  # a socket may be several nodes; a virtual machine may show each processor as a socket of one node
+        first = min(int(_read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id") or 0) for cpu in node)
+        sockets.setdefault(first, set()).update(node)
+    places = nodes if ranks > len(sockets) else list(sockets.values())
+    if len(places) < 2:
+        return Placement(own)
+    # Every rank must see the same order, so what changes while they start counts for a lone one only: two servers then part.
+    places.sort(key=lambda cpus: (-len(_first_siblings(cpus, root)), -_free_kib(cpus, root) if ranks == 1 else 0))
+    which = rank % len(places)
+    cores = len(_first_siblings(places[which], root)) // -(-(ranks - which) // len(places))
+    if own <= cores or (threads is None and cores >= ENOUGH_CORES):
+        return Placement(min(own, cores), frozenset(places[which]))
+    return Placement(own)
+
+
+def _node_folders(root: Path) -> list[Path]:
+    return sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
+
+
+def _nodes(allowed: set[int], root: Path) -> list[set[int]]:
+    """The allowed processors of each NUMA node that has some."""
+    return [node for folder in _node_folders(root) if (node := _cpu_list(_read(folder / "cpulist") or "") & allowed)]
+
+
+def _free_kib(cpus: set[int], root: Path) -> int:
+    """Free memory of the NUMA nodes of these processors."""
+    texts = [_read(folder / "meminfo") or "" for folder in _node_folders(root) if _cpu_list(_read(folder / "cpulist") or "") & cpus]
+    return sum(int(kib) for text in texts for kib in re.findall(r"MemFree:\s+(\d+)", text))
 
 
 def _meminfo(root: Path) -> dict[str, int]:

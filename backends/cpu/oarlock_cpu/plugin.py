@@ -38,7 +38,6 @@ def probe() -> ProbeResult:
     """The host's processor is always there."""
     processor = host.read_processor()
     memory = host.memory()
-    threads = host.usable_threads()
     claims = Claims(
         dtypes=dtype_order(processor)[0],
         block_sizes=BLOCK_SIZES,
@@ -46,7 +45,7 @@ def probe() -> ProbeResult:
         host_is_device=True,
         default_swap_bytes=0,
     )
-    return ProbeResult("available", f"{processor.name}, {processor.isa}, {threads} thread{'s' if threads > 1 else ''}", claims=claims)
+    return ProbeResult("available", f"{processor.name}, {processor.isa}, {host.placement()}", claims=claims)
 
 
 @hookimpl

@@ -81,6 +81,71 @@ def test_a_version_1_quota_bounds_the_threads(tmp_path):
     assert host.usable_threads(write(tmp_path, {"sys/fs/cgroup/cpu/y/cpu.cfs_quota_us": "-1"}), set(range(6))) == 6
 
 
+def machine(tmp_path: Path, nodes: list[str], sockets: int, **more: str) -> Path:
+    """A machine of these NUMA nodes (lists of processors), spread over so many sockets; no hyperthreads."""
+    files = {f"sys/devices/system/node/node{n}/cpulist": text + "\n" for n, text in enumerate(nodes)}
+    for n, text in enumerate(nodes):
+        low, _, high = text.partition("-")
+        for cpu in range(int(low), int(high or low) + 1) if text else ():
+            files[f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id"] = f"{n * sockets // sum(map(bool, nodes))}\n"
+    return write(tmp_path, files | more)
+
+
+def placed(root: Path, cpus: int | set[int], ranks: int = 1, threads: int | None = None) -> list[str]:
+    allowed = set(range(cpus)) if isinstance(cpus, int) else cpus
+    return [str(host.placement(rank, ranks, threads, root, allowed)) for rank in range(ranks)]
+
+
+def test_one_worker_keeps_to_the_socket_with_most_allowed_cores(tmp_path):
+    root = machine(tmp_path, ["0-23", "24-47"], 2)
+    assert placed(root, 48) == ["24 threads on CPUs 0-23"]
+    assert placed(root, set(range(10, 48))) == ["24 threads on CPUs 24-47"]
+    assert placed(root, {*range(9), 30}) == ["9 threads on CPUs 0-8"]
+
+
+def test_a_socket_may_be_several_nodes_and_memory_without_processors_is_none(tmp_path):
+    root = machine(tmp_path, ["0-11", "12-23", "24-35", "36-47", ""], 2)
+    assert placed(root, 48) == ["24 threads on CPUs 0-23"]
+    assert placed(root, 48, ranks=4) == [f"12 threads on CPUs {cpus}" for cpus in ("0-11", "12-23", "24-35", "36-47")]
+
+
+def test_few_cores_of_a_socket_are_not_worth_leaving_the_others(tmp_path):
+    root = machine(tmp_path, ["0-3", "4-7"], 2)
+    assert placed(root, 8) == ["8 threads"]
+    assert placed(root, 8, ranks=2) == ["4 threads on CPUs 0-3", "4 threads on CPUs 4-7"]
+
+
+def test_workers_of_one_model_take_turns_on_the_sockets(tmp_path):
+    root = machine(tmp_path, ["0-23", "24-47"], 2)
+    assert placed(root, 48, ranks=2) == ["24 threads on CPUs 0-23", "24 threads on CPUs 24-47"]
+    assert placed(root, 48, ranks=4) == ["12 threads on CPUs 0-23", "12 threads on CPUs 24-47"] * 2
+    assert placed(root, 48, ranks=3) == ["12 threads on CPUs 0-23", "16 threads on CPUs 24-47", "12 threads on CPUs 0-23"]
+
+
+def test_threads_of_the_users_choice_leave_a_socket_only_where_they_must(tmp_path):
+    root = machine(tmp_path, ["0-23", "24-47"], 2)
+    assert placed(root, 48, threads=16) == ["16 threads on CPUs 0-23"]
+    assert placed(root, 48, threads=48) == ["48 threads"]
+
+
+def test_a_quota_that_one_socket_fills_keeps_to_it(tmp_path):
+    quota = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}
+    assert placed(machine(tmp_path, ["0-5", "6-11"], 2, **quota), 12) == ["4 threads on CPUs 0-5"]
+
+
+def test_a_second_server_takes_the_socket_with_more_free_memory(tmp_path):
+    free = {f"sys/devices/system/node/node{n}/meminfo": f"Node {n} MemTotal: 900 kB\nNode {n} MemFree:  {kib} kB\n" for n, kib in ((0, 100), (1, 800))}
+    root = machine(tmp_path, ["0-23", "24-47"], 2, **free)
+    assert placed(root, 48) == ["24 threads on CPUs 24-47"]
+    assert placed(root, 48, ranks=2)[0] == "24 threads on CPUs 0-23"
+
+
+def test_one_node_and_a_virtual_machine_of_many_sockets_leave_the_threads_alone(tmp_path):
+    assert placed(machine(tmp_path / "a", ["0-15"], 1), 16) == ["16 threads"]
+    topology = {f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id": f"{cpu}\n" for cpu in range(16)}
+    assert placed(machine(tmp_path / "b", ["0-15"], 1, **topology), 16, ranks=2) == ["8 threads", "8 threads"]
+
+
 MEMINFO = "MemTotal:       1000 kB\nMemFree:          10 kB\nMemAvailable:    800 kB\n"
 
 
@@ -160,6 +225,28 @@ def test_only_the_public_surface_is_imported():
 # ---- the device -----------------------------------------------------------------------------------------------------
 
 
+def test_a_placed_device_keeps_its_own_thread_and_what_that_starts_to_its_processors(monkeypatch):
+    import os
+    import threading
+
+    from oarlock_cpu.device import CpuDevice
+
+    whole, seen = os.sched_getaffinity(0), []
+    one = frozenset([min(whole)])
+    monkeypatch.setattr(host, "placement", lambda *_: host.Placement(1, one))
+
+    def engine() -> None:
+        CpuDevice().activate()
+        inner = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+        inner.start()
+        inner.join()
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    thread.join()
+    assert seen == [one] and os.sched_getaffinity(0) == whole
+
+
 def test_threads_are_set_by_option():
     code = (
         "from oarlock_cpu.device import CpuDevice; import torch\n"
@@ -172,9 +259,9 @@ def test_threads_are_set_by_option():
 def test_workers_of_one_model_divide_the_threads(monkeypatch, cores, ranks, threads):
     from oarlock_cpu.device import CpuDevice
 
-    monkeypatch.setattr(host, "usable_threads", lambda: cores)
+    monkeypatch.setattr(host, "usable_threads", lambda *_: cores)
     assert f", {threads} thread{'s' * (threads > 1)}, " in CpuDevice(options={"threads": None, "ranks": ranks}).describe()
-    monkeypatch.setattr(host, "usable_threads", lambda: 64)
+    monkeypatch.setattr(host, "usable_threads", lambda *_: 64)
     assert f", {threads} thread{'s' * (threads > 1)}, " in CpuDevice(options={"threads": cores, "ranks": ranks}).describe()
 
 
