@@ -4,16 +4,21 @@ Owns: the text, and the table.
 Reads: `oarlock.LLM`.
 Never: passes or fails.
 
-    python benchmarks/quantization_quality.py MODEL [--methods none int8 int4] [--tokens 3072] [--device cpu] [--text FILE]
+    python benchmarks/quantization_quality.py MODEL [--methods none int8 int4] [--tokens 3072] [--device cpu] [--text FILE] [--rescaled FOLDER]
 
 The text is this repository's own: guides and source in turns, the same for every method, cut into windows of --window tokens. The perplexity is exp(-mean log-probability) of
 every token but the first of each window. Its changes between methods mean more than its size.
+
+A 16-bit checkpoint that was once dequantised from 4 bits still lies on a grid, which int4 finds again and loses nothing by. --rescaled writes a copy of it (Llama's and
+Qwen2's names) that computes the same without the grid: inputs of linears are multiplied by random factors, which norms or the linears before are divided by.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import shutil
 import time
 from pathlib import Path
 
@@ -26,6 +31,41 @@ PAGES = ("README.md", "core/oarlock/scheduler/scheduler.py", "docs/architecture.
 def made_text() -> str:
     """About 3,000 letters of each page, in turns of a page."""
     return "\n\n".join((ROOT / page).read_text(encoding="utf-8")[:3000] for page in PAGES)
+
+
+def rescaled(source: Path, target: Path, spread: float = 0.2) -> None:
+    """Write the copy, with factors of exp(spread * normal)."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, target / file.name)
+    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+
+    def move(size: int, before: tuple[str, ...], after: tuple[str, ...], repeats: int = 1) -> None:
+        """Divide rows (or numbers) of what comes before, and multiply columns of what comes after, where each number feeds several heads' columns."""
+        factor = torch.exp(torch.randn(size, generator=generator) * spread)
+        columns = factor.view(-1, 1, head_dim).expand(-1, repeats, -1).flatten() if repeats > 1 else factor
+        for name in before:
+            if name in tensors:
+                old = tensors[name]
+                tensors[name] = (old.float() / (factor[:, None] if old.dim() == 2 else factor)).to(old.dtype)
+        for name in after:
+            tensors[name] = (tensors[name].float() * columns).to(tensors[name].dtype)
+
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        attention, mlp = f"{at}self_attn.", f"{at}mlp."
+        move(hidden, (f"{at}input_layernorm.weight",), tuple(f"{attention}{part}_proj.weight" for part in "qkv"))
+        move(hidden, (f"{at}post_attention_layernorm.weight",), (f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"))
+        move(kv_heads * head_dim, (f"{attention}v_proj.weight", f"{attention}v_proj.bias"), (f"{attention}o_proj.weight",), heads // kv_heads)
+        move(config["intermediate_size"], (f"{mlp}up_proj.weight",), (f"{mlp}down_proj.weight",))
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def log_probability(llm: LLM, windows: list[list[int]]) -> tuple[float, int]:
@@ -48,7 +88,11 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--text", type=Path, help="a file in place of the made text")
+    parser.add_argument("--rescaled", type=Path, help="a folder for a rescaled copy of the checkpoint; nothing is measured")
     args = parser.parse_args()
+    if args.rescaled:
+        rescaled(Path(args.model), args.rescaled)
+        return
     text = args.text.read_text(encoding="utf-8") if args.text else made_text()
     print(f"{args.model}, {args.device}, {args.dtype}\n\n| method | perplexity | change | load and score, s |\n|---|---|---|---|")
     first: float | None = None

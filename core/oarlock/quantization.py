@@ -22,6 +22,8 @@ from oarlock.plugins import collect_named
 KNOWN = ("aqlm", "awq", "bitsandbytes", "compressed-tensors", "deepspeedfp", "fp8", "gptq", "gptq_marlin", "gptq_marlin_24", "marlin", "squeezellm")
 _REMEDY = "take an unquantised checkpoint or a .gguf file of the model, or install a plugin that reads it"
 
+_AT_LOAD = "oarlock.runtime.quantization.at_load:AtLoad"
+
 
 def name_of(settings: dict[str, Any]) -> str:
     """What a checkpoint's settings call its method, or what they look like; for methods to recognise theirs, and for messages."""
@@ -52,7 +54,8 @@ OWN = (
         lambda settings: name_of(settings) == "compressed-tensors",
         aliases=("compressed_tensors",),
     ),
-    *(QuantizationMethod(name, "oarlock.runtime.quantization.at_load:AtLoad", lambda settings: False, of_plain=True) for name in ("int8", "int4")),
+    QuantizationMethod("int8", _AT_LOAD, lambda settings: False, aliases=("int8_per_channel_weight_only",), of_plain=True),
+    QuantizationMethod("int4", _AT_LOAD, lambda settings: False, of_plain=True),
 )
 
 

@@ -34,7 +34,7 @@ def test_plan_asks_a_process_of_its_own(checkpoint, capsys):
     assert "KV cache" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("extra", [(), ("--dtype", "float32"), ("--num-blocks-override", "40"), ("--max-model-len", "auto", "--kv-cache-memory", "64KiB")])
+@pytest.mark.parametrize("extra", [(), ("--dtype", "float32"), ("--num-blocks-override", "40"), ("--max-model-len", "auto", "--kv-cache-memory", "64KiB"), ("--quantization", "int4")])
 def test_plan_is_the_plan_of_a_start(checkpoint, extra, asked, capsys):
     path = str(checkpoint("llama").path)
     assert main.main(["plan", path, *OPTIONS[: 4 if "auto" in extra else None], *extra]) == 0
@@ -46,6 +46,13 @@ def test_plan_is_the_plan_of_a_start(checkpoint, extra, asked, capsys):
     for what, size, note in asked[0]["rows"]:
         assert what in MEASURED or rows[what] == (size, note), what
     assert (asked[0]["dtype"], asked[0]["max_model_len"]) == (started.dtype, started.max_model_len)
+
+
+def test_a_model_quantised_at_load_is_planned_in_its_fewer_bytes(checkpoint, asked, capsys):
+    for extra in ((), ("-q", "int8"), ("-q", "int4"), ("-q", "int4", "-tp", "2")):
+        assert main.main(["plan", str(checkpoint("llama").path), *OPTIONS, "--dtype", "float32", *extra]) == 0
+    plain, int8, int4, half = (next(size for what, size, _ in answer["rows"] if what == "weights") for answer in asked)
+    assert plain * 0.75 > int8 > int4 > half > int4 / 2
 
 
 def test_each_of_two_workers_holds_about_half(checkpoint, asked, capsys):

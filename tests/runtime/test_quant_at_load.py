@@ -15,7 +15,7 @@ from oarlock.conformance.quantised_models import linears_of, quantise
 from oarlock.errors import ConfigError, ModelError, WeightMismatch
 from oarlock.quantization import OWN
 from oarlock.runtime.loader.safetensors_files import SafetensorsCheckpoint
-from oarlock.runtime.quantization.at_load import AtLoad, rounded
+from oarlock.runtime.quantization.at_load import AtLoad, rounded4, rounded8
 from safetensors.torch import load_file
 from test_models_sharding import TOKENS, logits_of, ranks
 from test_quant_models import nmse
@@ -30,8 +30,8 @@ def meaning(weight: torch.Tensor, method: str, prefix: str, *, is_head: bool = F
     assert found is not None
     read = found.read({"weight": weight}, *weight.shape)
     per_group = 32 if found.scheme == "int4" else weight.shape[1]
-    zero = 8.0 if found.scheme == "int4" else 0.0
-    columns = [(read.codes[:, k].double() - zero) * read.scales[:, k // per_group].double() for k in range(weight.shape[1])]
+    offsets = torch.zeros_like(read.scales) if read.offsets is None else read.offsets
+    columns = [read.codes[:, k].double() * read.scales[:, k // per_group].double() + offsets[:, k // per_group] for k in range(weight.shape[1])]
     return torch.stack(columns, 1).float()
 
 
@@ -101,18 +101,33 @@ def test_no_plain_linear_outlives_its_quantising(checkpoint, monkeypatch):
     assert len(alive) > 10 and most[0] <= 2  # the one before, at most
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_no_number_moves_by_more_than_its_group_allows(bits):
+def numbers() -> torch.Tensor:
+    """[rows, groups, columns], with a group of zeros, one of equal numbers, and an outlier."""
     weight = torch.randn(64, 3, 32, generator=torch.Generator().manual_seed(0)) * 0.02
-    weight[5] = 0.0
-    weight[6, 0, 7] = 3.0  # an outlier costs its own group alone
-    codes, scales = rounded(weight, bits)
-    assert torch.equal(scales, scales.half().float())
-    back = (codes.float() - (8 if bits == 4 else 0)) * scales[..., None]
-    assert torch.equal(back[5], torch.zeros(3, 32))
-    assert bool(((back - weight).abs().amax(-1) <= weight.abs().amax(-1) / (2 ** (bits - 1) - 1)).all())
-    nearest = weight.abs().amax(-1, keepdim=True).clamp(min=1e-9) / (2 ** (bits - 1) - 1)  # plain rounding to the nearest
-    assert float((back - weight).pow(2).sum()) <= float(((weight / nearest).round() * nearest - weight).pow(2).sum()) * 1.01
+    weight[5, 0], weight[5, 1], weight[6, 0, 7] = 0.0, 0.25, 3.0
+    return weight
+
+
+def test_eight_bits_are_the_nearest_codes():
+    weight = numbers()
+    codes, scales = rounded8(weight)
+    assert torch.equal(scales, scales.half().float()) and torch.equal(codes, codes.to(torch.int8).float())
+    limit = torch.maximum(scales / 2, weight.abs().amax(-1) * 2.0**-11)  # half a step, or what a scale's own rounding cuts off
+    assert bool(((codes * scales[..., None] - weight).abs().amax(-1) <= limit * 1.001).all())
+
+
+def test_four_bits_are_nearer_than_plain_rounding():
+    weight = numbers()
+    codes, scales, offsets = rounded4(weight)
+    assert torch.equal(scales, scales.half().float()) and torch.equal(offsets, offsets.half().float())
+    assert torch.equal(codes, codes.to(torch.uint8).float()) and float(codes.max()) == 15
+    back = codes * scales[..., None] + offsets[..., None]
+    assert torch.equal(back[5, :2], weight[5, :2])
+    span = (weight.amax(-1) - weight.amin(-1)).clamp(min=1e-9)[..., None] / 15
+    plain = ((weight - weight.amin(-1, keepdim=True)) / span).round() * span + weight.amin(-1, keepdim=True)
+    error, of_plain = (back - weight).pow(2).sum(-1), (plain - weight).pow(2).sum(-1)
+    assert float(error.sum()) < 0.9 * float(of_plain.sum())
+    assert bool((error <= of_plain * 1.05 + 1e-12).all())  # and no group much farther
 
 
 def test_made_up_weights_are_quantised_too(checkpoint):

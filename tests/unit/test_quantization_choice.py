@@ -9,7 +9,7 @@ from oarlock.backend_api import QuantizationMethod
 from oarlock.config.sections import ModelConfig
 from oarlock.errors import ConfigError, ModelError, OarlockError, PluginError
 from oarlock.model_summary import ModelSummary
-from oarlock.quantization import OWN, alias_note, choose_method, name_of
+from oarlock.quantization import OWN, alias_note, choose_method, name_of, settings_for
 
 CORE = [("oarlock itself", method) for method in OWN]
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -87,6 +87,19 @@ def test_names_whose_readers_come_later_are_refused_in_one_line(name: str) -> No
         chosen({"quant_method": name}, name)
     text = str(caught.value)
     assert text.startswith(f"--quantization {name}: this version of Oarlock does not read it; take an unquantised checkpoint") and "\n" not in text
+
+
+@pytest.mark.parametrize(("flag", "name"), [("int8", "int8"), ("int4", "int4"), ("int8_per_channel_weight_only", "int8")])
+def test_a_plain_checkpoint_is_quantised_where_the_flag_asks_for_it(flag: str, name: str) -> None:
+    assert chosen(None, flag) == name
+    assert chosen(None, flag, is_gguf=True) == name  # of 16-bit numbers
+    with pytest.raises(ConfigError, match=f"--quantization {flag}: m is quantised with gptq by its own settings; leave the flag out"):
+        chosen(GPTQ, flag)
+    with pytest.raises(ModelError, match=rf"--quantization {flag}: m is quantised \(awq\), which this version does not read"):
+        chosen({"quant_method": "awq"}, flag)
+    with pytest.raises(ConfigError, match=f"--quantization {flag}: m is a GGUF file, which says itself how it is quantised"):
+        chosen(None, flag, is_gguf=True, is_gguf_quantised=True)
+    assert [settings_for(method, ModelSummary("m", "A")) for method in OWN if method.name == name] == [{"quant_method": name}]
 
 
 def test_a_gguf_file_needs_no_flag() -> None:

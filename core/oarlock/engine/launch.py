@@ -95,6 +95,8 @@ def prepare(config: EngineConfig, summary: ModelSummary | None = None) -> Launch
     method = choose_method(config.model, summary, methods(manager))  # what no reader reads is said before a process starts
     if note := alias_note(config.model, method):
         log.warning("%s", note)
+    if method is not None and method.of_plain:
+        log.info("quantization %s: every linear of %s is quantised while it is read; no quantised copy is kept", method.name, summary.path)
     if config.cache.kv_scales_path is not None:
         read_scales(config.cache.kv_scales_path, summary.hf_config.get("model_type"), summary.num_layers, config.parallel.tensor_parallel_size)
     return Launch(config, summary, selection)
