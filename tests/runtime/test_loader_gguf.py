@@ -299,18 +299,21 @@ STORED = {"qkv": "int8", "o": "int4", "gate_up": "int4", "down": "int8"}
 def test_a_device_with_kernels_multiplies_the_files_codes(arch: str, drop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On cpu linears keep their codes, a tied head too; the tokens are those of a device that dequantises them all at load."""
     kept: list[dict[str, set[str]]] = []  # of each model: what its first layer's linears, and its head, are made of
+    shared: list[bool] = []  # whether the embedding is looked up in what the head multiplies
     load = WeightLoader.load
 
     def watched(self: WeightLoader, *arguments: Any) -> Any:
         tree = load(self, *arguments)
         kept.append({name: set(w) for name, w in [*tree["layers"][0].items(), *tree.items()] if name in (*STORED, "lm_head")})
+        shared.append(tree["embed"]["weight"] is next(iter(tree["lm_head"].values())))
         return tree
 
     monkeypatch.setattr(WeightLoader, "load", watched)
     path = write(tmp_path / "m.gguf", arch, drop=drop, types={**MIXED, "output.weight": "Q8_0"})
     prompts = [list(range(3, 20)), [5], list(range(40, 2, -1))]
     got = run(SimpleNamespace(path=path), prompts, new_tokens=12)  # type: ignore[arg-type]
-    assert kept[0] == {name: {scheme} for name, scheme in STORED.items()} | ({"lm_head": {"int8"}} if arch == "qwen3" else {})
+    assert kept[0] == {name: {scheme} for name, scheme in STORED.items()} | {"lm_head": {"int8"}}
+    assert shared[0] == (arch != "qwen3")
     assert got == run(SimpleNamespace(path=path), prompts, new_tokens=12, device="sim-eager")  # type: ignore[arg-type]
     assert kept[1]["qkv"] == {"weight"}
 
@@ -324,7 +327,10 @@ def test_the_plan_of_a_file_counts_its_codes(tmp_path: Path) -> None:
             prepare = {name: lambda weight: weight for name in ("lm_head", "linear_int4", "linear_int8")} if keeps else {}
             _, specs = build_model(summary, bind_ops([], "float32"), IdentityCommunicator(0, 1), lambda p, _: ReferenceAttention(16, torch.float32, p), 16, torch.float32)
             sizes[keeps] = WeightLoader(checkpoint, Host(), torch.float32, 0, 1, prepare, checkpoint.quantization).measure(specs)
+            if keeps:
+                shared = WeightLoader(checkpoint, Host(), torch.float32, 0, 1, {**prepare, "embedding": lambda head: head}, checkpoint.quantization).measure(specs)
     assert sizes[True]["lm_head"] == VOCAB * HIDDEN + VOCAB * HIDDEN // 32 * 4 and sizes[False]["lm_head"] == 0
+    assert "embed" in sizes[True] and shared == {name: size for name, size in sizes[True].items() if name != "embed"}
     assert sizes[True]["layers"] < sizes[False]["layers"] / 2.5
 
 

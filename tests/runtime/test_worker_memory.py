@@ -6,14 +6,17 @@ import io
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from oarlock import LLM, SamplingParams
 from oarlock.errors import ConfigError, OutOfDeviceMemory, WeightMismatch
 from oarlock.runtime.loader.names import Renamed
 from oarlock.runtime.weights import WeightLoader
 from oarlock.runtime.worker import Worker
+from oarlock_cpu import native
 from running import run
 
 
@@ -54,6 +57,19 @@ def test_on_a_terminal_a_bar_shows_how_far_loading_is(checkpoint, monkeypatch):
     tiny = checkpoint("llama")
     assert run(tiny, tiny.prompts(3), new_tokens=2)
     assert "loading weights" in shown.getvalue() and "tensor" in shown.getvalue()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what is mapped is read from /proc")
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_packed_model_leaves_its_files(checkpoint, family):
+    """Embeddings and norms were views of them once, and kept whole files in memory."""
+    tiny = checkpoint(family)
+    with LLM(str(tiny.path), device="cpu", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=64) as llm:
+        assert llm.generate(prompt_token_ids=[[1, 2, 3]], sampling_params=SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tiny.path) in line]
+    if native.problem():
+        pytest.skip(native.problem())
+    assert not mapped
 
 
 START = """

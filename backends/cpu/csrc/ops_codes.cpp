@@ -1,5 +1,6 @@
 // linear_codes over weights of 4 or 8 bits, and their packing. Layout and meaning: kernels.h.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "stages.h"
@@ -7,6 +8,9 @@
 namespace {
 
 constexpr int64_t kRound = 32;  // width is a multiple: what dense packed weights of either dtype need
+
+// Of a panel of 4 bits: where column k of output o lies, in the low half for k % 4 < 2.
+int64_t code_byte(int64_t k, int64_t o) { return (k / 8 * kPanel + o) * 4 + k % 2 * 2 + k % 8 / 4; }
 
 // codes [N][width], a byte each -> [panels][bytes of a panel].
 Tensor pack_codes(const Tensor& codes, int64_t bits) {
@@ -24,7 +28,7 @@ Tensor pack_codes(const Tensor& codes, int64_t bits) {
         const uint8_t* row = from + (p * kPanel + o) * width;
         for (int64_t k = 0; k < width; ++k) {
           if (bits == 8) panel[k * kPanel + o] = row[k];
-          else panel[(k / 8 * kPanel + o) * 4 + k % 2 * 2 + k % 8 / 4] |= static_cast<uint8_t>((row[k] & 15) << (k % 4 / 2 * 4));
+          else panel[code_byte(k, o)] |= static_cast<uint8_t>((row[k] & 15) << (k % 4 / 2 * 4));
         }
       }
     }
@@ -67,6 +71,28 @@ Tensor linear_codes(const Tensor& x_in, const Tensor& panels, const Tensor& scal
   return out;
 }
 
+// Rows `ids` of a weight of codes, [ids][width] float32.
+Tensor code_rows(const Tensor& ids, const Tensor& panels, const Tensor& scales, const OptionalTensor& offsets, const Tensor& ends, int64_t bits, int64_t N, double zero) {
+  CodesArgs c = code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, bits, zero, nullptr, Dtype::f32, 0, N).codes;
+  const int32_t* at = checked_ids(ids, N);
+  Tensor out = new_like(panels, {ids.numel(), c.width}, ScalarType::Float);
+  float* to = static_cast<float*>(out.mutable_data_ptr());
+  auto number = [&](const void* table, int64_t i) { return c.is_half ? widened(static_cast<const uint16_t*>(table)[i]) : static_cast<const float*>(table)[i]; };
+  each_row(ids.numel(), c.width * 8, [&](int64_t i) {
+    int64_t panel = at[i] / kPanel, o = at[i] % kPanel, k = 0;
+    const uint8_t* from = static_cast<const uint8_t*>(c.panels) + panel * c.width * kPanel * bits / 8;
+    for (int64_t g = 0; g < c.groups; ++g) {
+      int64_t scale = (panel * c.groups + g) * kPanel + o;
+      float s = number(c.scales, scale), offset = c.offsets ? number(c.offsets, scale) : s * -c.zero;
+      for (; k < c.ends[g]; ++k) {
+        int code = bits == 8 ? static_cast<int8_t>(from[k * kPanel + o]) : from[code_byte(k, o)] >> (k % 4 / 2 * 4) & 15;
+        to[i * c.width + k] = std::fma(static_cast<float>(code), s, offset);
+      }
+    }
+  });
+  return out;
+}
+
 }  // namespace
 
 CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out) {
@@ -102,9 +128,11 @@ void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
   m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero, Tensor? bias) -> Tensor");
   m.def("pack_codes(Tensor codes, int bits) -> Tensor");
+  m.def("code_rows(Tensor ids, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(oarlock_cpu, CPU, m) {
   m.impl("linear_codes", TORCH_BOX(&linear_codes));
   m.impl("pack_codes", TORCH_BOX(&pack_codes));
+  m.impl("code_rows", TORCH_BOX(&code_rows));
 }

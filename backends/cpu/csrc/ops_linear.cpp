@@ -1,5 +1,6 @@
 // linear over plain and packed weights, and the packing.
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "stages.h"
@@ -57,6 +58,48 @@ Tensor pack_weight(const Tensor& weight) {
   if (form_of(d) == Rows::half_tiles) return pack_halves(weight);
   Tensor out = new_like(weight, {rounded(weight.size(0), kPanel) / kPanel, rounded(weight.size(1), packed_step(d)) * kPanel});
   if (d == Dtype::bf16) pack_typed<bf16>(weight, out); else pack_typed<float>(weight, out);
+  return out;
+}
+
+// One row of panels as pack_weight leaves them, K numbers of T.
+template <class T> void unpack_row(const char* panel, int64_t n, int64_t K, bool is_half, T* out) {
+  constexpr int P = per_unit<T>;
+  int64_t depth = rounded(K, 16 * P) / (16 * P);
+  const uint32_t* units = reinterpret_cast<const uint32_t*>(panel) + n / 16 * kTileUnits + n % 16;
+  float back;
+  std::memcpy(&back, panel + (depth * 2 * kTileUnits + n) * 4, is_half ? 4 : 0);
+  for (int64_t u = 0; u * P < K; ++u) {
+    T numbers[P];
+    std::memcpy(numbers, units + u / 16 * 2 * kTileUnits + u % 16 * 16, 4);
+    for (int p = 0; p < P && u * P + p < K; ++p) {
+      if constexpr (P == 2) {
+        if (is_half) {
+          float f = widened(numbers[p].bits) * back;
+          uint32_t bits;
+          std::memcpy(&bits, &f, 4);
+          numbers[p].bits = static_cast<uint16_t>(f == f ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40);
+        }
+      }
+      out[u * P + p] = numbers[p];
+    }
+  }
+}
+
+// Rows `ids` of a packed weight [N, K].
+Tensor packed_rows(const Tensor& ids, const Tensor& panels, int64_t N, int64_t K) {
+  bool is_half = panels.scalar_type() == ScalarType::Half;
+  Dtype d = is_half ? Dtype::bf16 : dtype_of(panels, "weight");
+  STD_TORCH_CHECK(panels.is_contiguous() && panels.size(0) == rounded(N, kPanel) / kPanel && panels.size(1) == (is_half ? half_panel_size(K) : rounded(K, packed_step(d)) * kPanel),
+                  "embedding: the packed weight is not [", N, ", ", K, "]");
+  const int32_t* at = checked_ids(ids, N);
+  Tensor out = new_like(panels, {ids.numel(), K}, is_half ? ScalarType::BFloat16 : panels.scalar_type());
+  char* to = writable(out);
+  int64_t panel_bytes = panels.size(1) * size_of(d);
+  each_row(ids.numel(), K * 8, [&](int64_t i) {
+    const char* panel = bytes(panels) + at[i] / kPanel * panel_bytes;
+    if (d == Dtype::bf16) unpack_row(panel, at[i] % kPanel, K, is_half, reinterpret_cast<bf16*>(to) + i * K);
+    else unpack_row(panel, at[i] % kPanel, K, false, reinterpret_cast<float*>(to) + i * K);
+  });
   return out;
 }
 
@@ -145,6 +188,12 @@ const void* bf16_rows(const void* x, int64_t M, int64_t K, int64_t stride, int64
 
 }  // namespace
 
+const int32_t* checked_ids(const Tensor& ids, int64_t N) {
+  const int32_t* at = ints(ids, "ids");
+  for (int64_t i = 0; i < ids.numel(); ++i) STD_TORCH_CHECK(at[i] >= 0 && at[i] < N, "embedding: id ", at[i], " of ", N);
+  return at;
+}
+
 const void* checked_bias(const Tensor* bias, Dtype d, int64_t N) {
   if (!bias) return nullptr;
   STD_TORCH_CHECK(dtype_of(*bias, "bias") == d && bias->is_contiguous() && bias->numel() == N, "linear: bias must be [out] of x's dtype");
@@ -183,10 +232,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool out_f32) -> Tensor");
   m.def("linear_packed(Tensor x, Tensor weight, int out_size, Tensor? bias, bool out_f32) -> Tensor");
   m.def("pack_weight(Tensor weight) -> Tensor");
+  m.def("packed_rows(Tensor ids, Tensor panels, int out_size, int in_size) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(oarlock_cpu, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("linear_packed", TORCH_BOX(&linear_packed));
   m.impl("pack_weight", TORCH_BOX(&pack_weight));
+  m.impl("packed_rows", TORCH_BOX(&packed_rows));
 }

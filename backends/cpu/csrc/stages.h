@@ -35,6 +35,7 @@ template <class F> void spread(int64_t M, int64_t N, int64_t K, int64_t block, i
     }
   });
 }
+const int32_t* checked_ids(const Tensor& ids, int64_t N);
 const void* checked_bias(const Tensor* bias, Dtype d, int64_t N);  // null where there is none
 
 // ---- linear over codes ----------------------------------------------------------------------------------------------

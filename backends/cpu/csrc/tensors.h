@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cstring>
 #include <optional>
 #include <tuple>
 
@@ -41,3 +42,12 @@ inline Tensor new_like(const Tensor& t, std::initializer_list<int64_t> shape, st
 
 // Threads for an operation that moves or multiplies about `work` bytes or multiply-adds: one where waking others costs more.
 inline int threads_for(int64_t work) { return work < 32768 ? 1 : static_cast<int>(torch::stable::get_num_threads()); }
+
+// binary16 to float32: the exponent is moved by a product, which is right for subnormals too.
+inline float widened(uint16_t h) {
+  bool is_finite = (h & 0x7c00) != 0x7c00;
+  uint32_t u = static_cast<uint32_t>(h & 0x7fff) << 13 | (is_finite ? 0 : 0x7f800000);
+  float f;
+  std::memcpy(&f, &u, 4);
+  return (h & 0x8000 ? -f : f) * (is_finite ? 0x1p112f : 1.f);
+}

@@ -16,7 +16,7 @@ from oarlock_cpu import native
 if native.problem():
     raise ImportError(native.problem())
 
-_linear, _pack = torch.ops.oarlock_cpu.linear_codes.default, torch.ops.oarlock_cpu.pack_codes.default
+_linear, _pack, _rows = torch.ops.oarlock_cpu.linear_codes.default, torch.ops.oarlock_cpu.pack_codes.default, torch.ops.oarlock_cpu.code_rows.default
 _PANEL, _STEP, _ROUND = 32, 8, 32  # outputs of a panel; columns that a group, and all of them, are rounded up to
 
 
@@ -32,6 +32,7 @@ class PackedCodes:
     bits: int
     zero: float
     out_size: int
+    in_size: int
 
 
 def pack_int4(weight: dict[str, torch.Tensor]) -> PackedCodes:
@@ -50,8 +51,8 @@ def pack_int8(weight: dict[str, torch.Tensor]) -> PackedCodes:
 
 
 def _packed(codes: torch.Tensor, weight: dict[str, torch.Tensor], bits: int, zero: float) -> PackedCodes:
-    out_size, scales = codes.shape[0], weight["scales"]
-    order, ends = _columns(weight, codes.shape[1])
+    (out_size, in_size), scales = codes.shape, weight["scales"]
+    order, ends = _columns(weight, in_size)
     if order is None:
         codes = torch.nn.functional.pad(codes, (0, int(ends[-1]) - codes.shape[1]))
     else:
@@ -61,7 +62,7 @@ def _packed(codes: torch.Tensor, weight: dict[str, torch.Tensor], bits: int, zer
     if all(torch.equal(t.half().float(), t) for t in tables):
         tables = [t.half() for t in tables]
     tables = [_by_panel(t) for t in tables]
-    return PackedCodes(_pack(codes.contiguous(), bits), tables[0], tables[1] if offsets is not None else None, ends, order, bits, zero, out_size)
+    return PackedCodes(_pack(codes.contiguous(), bits), tables[0], tables[1] if offsets is not None else None, ends, order, bits, zero, out_size, in_size)
 
 
 def _by_panel(table: torch.Tensor) -> torch.Tensor:
@@ -95,3 +96,13 @@ def linear(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None = Non
     if weight.order is not None:
         x = torch.nn.functional.pad(x, (0, 1))[:, weight.order]
     return _linear(x, weight.panels, weight.scales, weight.offsets, weight.ends, weight.bits, weight.out_size, weight.zero, bias)
+
+
+def rows(ids: torch.Tensor, weight: PackedCodes) -> torch.Tensor:
+    """Rows of the weight, [num_ids, in] float32."""
+    found = _rows(ids, weight.panels, weight.scales, weight.offsets, weight.ends, weight.bits, weight.out_size, weight.zero)
+    if weight.order is None:
+        return found[:, : weight.in_size]
+    plain = found.new_empty(len(ids), weight.in_size + 1)  # the last column takes what is none
+    plain[:, weight.order.clamp(max=weight.in_size)] = found
+    return plain[:, : weight.in_size]

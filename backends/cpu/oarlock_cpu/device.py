@@ -42,8 +42,8 @@ class CpuDevice(Device):
         return Capabilities(
             dtypes=dtypes,
             fast_dtypes=fast,
-            # Without tiles, codes are multiplied in float32 whatever the dtype: nothing is rounded for nothing.
-            gguf_dtype=None if native.problem() or native.isa() == "amx" else "float32",
+            # With neither tiles nor binary16, codes are multiplied in float32 whatever the dtype: nothing is rounded for nothing.
+            gguf_dtype=None if native.problem() or native.isa() in ("amx", "avx512_fp16") else "float32",
             kv_dtypes=("auto", "fp8_e4m3", "fp8_e5m2"),
             block_sizes=plugin.BLOCK_SIZES,
             host_is_device=True,

@@ -8,10 +8,11 @@ Never: computes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from oarlock_cpu import native
+from oarlock_cpu import codes, native
 
 if native.problem():
     raise ImportError(native.problem())
@@ -34,20 +35,21 @@ _GATES = {"none": 1, "tanh": 2}
 _activate = _library.activate.default
 
 
-_linear, _linear_packed, _pack_weight = _library.linear.default, _library.linear_packed.default, _library.pack_weight.default
+_linear, _linear_packed, _pack_weight, _rows = _library.linear.default, _library.linear_packed.default, _library.pack_weight.default, _library.packed_rows.default
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A linear's weight in the order in which the kernels read it; made once at load, in place of the plain one."""
 
-    panels: torch.Tensor  # [ceil(out / 32), 32 * in rounded up]
+    panels: torch.Tensor  # [ceil(out / 32), 32 * in rounded up], and 64 more in binary16
     out_size: int
+    in_size: int
 
 
 def pack(weight: torch.Tensor) -> PackedWeight:
     """Pack a weight [out, in] of float32 or bfloat16."""
-    return PackedWeight(_pack_weight(weight), weight.shape[0])
+    return PackedWeight(_pack_weight(weight), *weight.shape)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,6 +64,20 @@ def lm_head(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Te
     if type(weight) is PackedWeight:
         return _linear_packed(x, weight.panels, weight.out_size, bias, True)
     return _linear(x, weight, bias, True)
+
+
+def embedding(ids: torch.Tensor, weight: Any) -> torch.Tensor:
+    """As the registry's embedding; of a tied head's weight, its rows: of codes in float32."""
+    if isinstance(weight, torch.Tensor):
+        return torch.nn.functional.embedding(ids, weight)
+    if type(weight) is PackedWeight:
+        return _rows(ids.int(), weight.panels, weight.out_size, weight.in_size)
+    return codes.rows(ids.int(), weight)
+
+
+def share(head: Any) -> Any:
+    """A tied head's weight as `embedding` takes it; None for one of another package."""
+    return head if isinstance(head, torch.Tensor | PackedWeight | codes.PackedCodes) else None
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

@@ -84,3 +84,14 @@ def test_what_does_not_fit_is_refused(codes):
         codes._linear(torch.zeros(1, 96), packed.panels, packed.scales, None, torch.tensor([32, 36, 96], dtype=torch.int32), 4, 64, 8.0, None)
     with pytest.raises(RuntimeError, match="one dtype"):
         codes._linear(torch.zeros(1, 96), packed.panels, packed.scales.double(), None, packed.ends, 4, 64, 8.0, None)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+def test_rows_are_those_of_the_weight(codes, case, scheme):
+    weight, packed = made(codes, scheme, CASES[case], 70, 96)
+    ids = torch.tensor([69, 0, 33, 33])
+    assert torch.equal(codes.rows(ids.int(), packed), codes.linear(torch.eye(96), packed).T[ids])
+    assert error(codes.rows(ids.int(), packed), getattr(schemes, f"linear_{scheme}")(torch.eye(96).double(), weight).T[ids]) < 1e-12
+    with pytest.raises(RuntimeError, match="id 70 of 70"):
+        codes.rows(torch.tensor([70], dtype=torch.int32), packed)

@@ -204,3 +204,16 @@ def test_experts_refuse_an_unknown_expert(ops):
     x, w13, w2 = torch.ones(1, 16), torch.ones(2, 32, 16), torch.ones(2, 16, 16)
     with pytest.raises(RuntimeError, match="expert 2 of 2"):
         ops.moe_experts(x, w13, w2, torch.ones(1, 1), torch.full((1, 1), 2, dtype=torch.int32), torch.ones(1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tied_heads_weight_is_looked_up_exactly(ops, linear_isa, dtype):
+    table = random(77, 83, dtype=dtype)
+    table[3, 5], table[40, 0], table[41, 1] = float("nan"), float("inf"), 2**-20
+    ids = torch.tensor([0, 76, 3, 40, 41, 33, 33], dtype=torch.int32)
+    got = ops.embedding(ids, ops.share(ops.pack(table)))
+    assert got.dtype == dtype
+    assert torch.equal(got.nan_to_num(nan=9.0), table[ids].nan_to_num(nan=9.0))
+    assert torch.equal(ops.embedding(ids, table).nan_to_num(nan=9.0), table[ids].nan_to_num(nan=9.0))
+    with pytest.raises(RuntimeError, match="id 77 of 77"):
+        ops.embedding(torch.tensor([77]), ops.pack(table))

@@ -58,6 +58,17 @@ def shard_rows(tensor: torch.Tensor, heads: int, rank: int, size: int) -> torch.
     return tensor.chunk(parts, 0)[rank if parts == size else rank * heads // size]
 
 
+def _tied_table(wanted: Wanted) -> WeightSpec | None:
+    """The embedding that is the head's weight, too."""
+    found = {spec.path: spec for spec, _ in wanted}
+    return None if ("lm_head", "weight") in found else found.get(("embed", "weight"))
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """In memory of its own: a view of a mapped file would keep the whole file there."""
+    return tensor.clone() if tensor.device.type == "cpu" else tensor
+
+
 class WeightLoader:
     """Loads one model on one rank."""
 
@@ -75,15 +86,24 @@ class WeightLoader:
             WeightMismatch: a tensor is missing, has the wrong shape, or is left over; the message names it.
         """
         tree: dict[str, Any] = {}
-        for spec, formats in progress(self.wanted(specs)):
+        wanted = self.wanted(specs)
+        tied = _tied_table(wanted)
+        for spec, formats in progress(wanted):
             if formats is not None and self._keeps_codes(spec, formats):
                 self._load_quantised(tree, spec, formats)
+                continue
+            if spec is tied and self._tie_codes(tree, spec):
                 continue
             whole = self._whole(spec, self._read) if formats is None else self._head(spec, formats, self._read_stored)
             self.bytes += whole.nbytes
             placed = self.device.place(".".join(map(str, spec.path)), whole, spec.shard)
             prepare = self.prepare.get(spec.kind)
-            _put(tree, spec.path, prepare(placed) if prepare is not None and placed.dim() == 2 else placed)
+            is_packed = prepare is not None and placed.dim() == 2 and spec.kind != "embedding"
+            _put(tree, spec.path, prepare(placed) if is_packed else placed if spec.kind == "linear" else _alone(placed))
+        if tied is not None and "lm_head" not in tree:
+            prepare, table = self.prepare.get("lm_head"), tree["embed"]["weight"]
+            tree["lm_head"] = {"weight": prepare(table) if prepare is not None else table}
+            self._share_head(tree)
         return tree
 
     def _load_quantised(self, tree: dict[str, Any], spec: WeightSpec, formats: tuple[LinearFormat, ...]) -> None:
@@ -101,16 +121,21 @@ class WeightLoader:
         """A head is multiplied as it is stored where the device has that for its scheme; elsewhere it is a plain weight."""
         return spec.kind != "lm_head" or f"linear_{formats[0].scheme}" in self.prepare
 
-    def tied_head(self, embed: WeightSpec, table: Any) -> dict[str, Any]:
-        """The head of tied embeddings: of the embedding's codes where the checkpoint and the device have them, else of `table`."""
+    def _tie_codes(self, tree: dict[str, Any], embed: WeightSpec) -> bool:
+        """The head of tied embeddings from the embedding's codes, where the checkpoint and the device have them; whether it serves as the table, too."""
         spec, formats = self._tied(embed)
         if formats is None:
-            prepare = self.prepare.get("lm_head")
-            return {"weight": prepare(table) if prepare is not None else table}
-        tree: dict[str, Any] = {}
+            return False
         self._load_quantised(tree, spec, formats)
-        found: dict[str, Any] = tree["lm_head"]
-        return found
+        return self._share_head(tree)
+
+    def _share_head(self, tree: dict[str, Any]) -> bool:
+        """Whether the device's `embedding` takes what its head does; then the table is kept in that form alone."""
+        (form,) = tree["lm_head"].values()
+        shared = self.prepare["embedding"](form) if "embedding" in self.prepare else None
+        if shared is not None:
+            tree["embed"] = {"weight": shared}
+        return shared is not None
 
     def _tied(self, embed: WeightSpec) -> tuple[WeightSpec, Formats]:
         spec = replace(embed, path=("lm_head", "weight"), kind="lm_head")
@@ -131,10 +156,11 @@ class WeightLoader:
             if like not in known:
                 known[like] = self._measured(spec, formats)
             found[str(spec.path[0])] = found.get(str(spec.path[0]), 0) + known[like]
-        if "lm_head" not in found:
-            for spec in (spec for spec, _ in wanted if spec.path == ("embed", "weight")):
-                head, tied = self._tied(spec)
-                found["lm_head"] = self._measured(head, tied) if tied is not None else found["embed"] if "lm_head" in self.prepare else 0
+        if (embed := _tied_table(wanted)) is not None:
+            head, tied = self._tied(embed)
+            found["lm_head"] = self._measured(head, tied) if tied is not None else found["embed"] if "lm_head" in self.prepare else 0
+            if "embedding" in self.prepare:
+                del found["embed"]
         return found
 
     def _measured(self, spec: WeightSpec, formats: Formats) -> int:

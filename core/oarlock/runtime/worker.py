@@ -228,9 +228,6 @@ class Worker:
 
     def _load(self, loader: WeightLoader, specs: list[WeightSpec]) -> None:
         self.weights = loader.load(specs, progress if self.rank == 0 else lambda unseen: unseen)
-        embed = next((spec for spec in specs if spec.path == ("embed", "weight")), None)
-        if "lm_head" not in self.weights and embed is not None:
-            self.weights["lm_head"] = loader.tied_head(embed, self.weights["embed"]["weight"])
         if self.model.joined:
             self.weights["layers"] = self.ops.prepare["decoder_stack"](self.weights["layers"])
         tables = self.model.tables(self.summary.max_model_len)

@@ -105,7 +105,7 @@ class NativeModel:
     def embed(self, weights: Tree, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Token embedding, scaled, projected and given learned positions as the family wants."""
         spec = self.spec
-        x = self.ops.embedding(ids, weights["embed"]["weight"])
+        x = self.ops.embedding(ids, weights["embed"]["weight"]).to(self.dtype)
         if spec.embed_scale is not None:
             x = x * self.embed_scale
         if "project_in" in weights:
