@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from pathlib import Path
 
@@ -43,13 +42,11 @@ def dequantised(folder: Path, tiny: Tiny, method: str, *, head: bool = False) ->
         weight = tensors[name].t() if turned else tensors[name]
         found = meaning(weight, method, name.removesuffix(".weight"))
         tensors[name] = found.t() if turned else found
-    if head:
-        tensors["lm_head.weight"] = meaning(tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]), method, "lm_head", is_head=True)
-    path = folder_of(folder, tiny, tensors, None)
-    if head:
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    return path
+    if head and "lm_head.weight" in tensors:
+        tensors["lm_head.weight"] = meaning(tensors["lm_head.weight"], method, "lm_head", is_head=True)
+    elif head:  # one copy serves both
+        tensors["model.embed_tokens.weight"] = meaning(tensors["model.embed_tokens.weight"], method, "lm_head", is_head=True)
+    return folder_of(folder, tiny, tensors, None)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "gpt2", "opt-350m", "mixtral", "qwen3-moe"])
