@@ -179,12 +179,12 @@ class AsyncLLM:
 class _Stream:
     """What waits for one caller. With a collector the caller is woken once, at the end."""
 
-    __slots__ = ("_collector", "_ready", "_waiting")
+    __slots__ = ("_caller", "_collector", "_waiting")
 
     def __init__(self, collector: Collector | None) -> None:
         self._collector = collector
         self._waiting: deque[RequestOutput] = deque()
-        self._ready = asyncio.Event()
+        self._caller: asyncio.Future[None] | None = None  # done when something waits
 
     def put(self, delta: RequestOutput) -> None:
         if self._collector is not None:
@@ -192,12 +192,13 @@ class _Stream:
                 return
             delta = self._collector.result()
         self._waiting.append(delta)
-        self._ready.set()
+        if self._caller is not None and not self._caller.done():
+            self._caller.set_result(None)
 
     async def next(self) -> RequestOutput:
-        while not self._waiting:
-            self._ready.clear()
-            await self._ready.wait()
+        if not self._waiting:
+            self._caller = asyncio.get_running_loop().create_future()
+            await self._caller
         return self._waiting.popleft()
 
 

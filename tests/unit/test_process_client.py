@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -70,6 +71,24 @@ def test_engine_that_is_ready_is_heard(served):
             assert s.client.info.vocab_size == 77
             s.engine.send(wire.pack(wire.OUTPUTS, OUTPUTS))
             assert await asyncio.wait_for(s.outputs.get(), 5) == OUTPUTS
+
+    asyncio.run(run())
+
+
+def test_messages_that_come_together_are_all_taken_in_order_and_none_after_the_end(served):
+    async def run() -> None:
+        async with served() as s:
+            told = [EngineOutputs((EngineOutput("a", new_token_ids=(n,)),), SchedulerStats()) for n in range(50)]
+            for outputs in told:
+                s.engine.send(wire.pack(wire.OUTPUTS, outputs))
+            assert [await asyncio.wait_for(s.outputs.get(), 5) for _ in told] == told
+            for frame in (wire.pack(wire.DEAD, ("EngineDead", "over")), *[wire.pack(wire.OUTPUTS, OUTPUTS)] * 3):
+                s.engine.send(frame)
+            s.client._ready.add_done_callback(lambda ready: ready.exception())
+            assert await s.death() == "over"
+            before = time.process_time()
+            await asyncio.sleep(0.3)
+            assert s.outputs.empty() and time.process_time() - before < 0.1  # what is unread is not looked at again and again
 
     asyncio.run(run())
 

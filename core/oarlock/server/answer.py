@@ -116,7 +116,7 @@ class Answer(Response, abc.ABC):
             outputs = await self._results()
             for output in outputs:
                 self._count_prompt(output)
-                self._count_finished(output, sum(len(choice.token_ids) for choice in output.outputs), _reasons(output))
+                self._count_finished(output, sum(len(choice.token_ids) for choice in output.outputs), _reasons(output, self.request_id))
             positions = sum(len(choice.logprobs or ()) for output in outputs for choice in output.outputs)
             large = opened.entries + positions > THREAD_ENTRIES
             body = await in_text_thread(functools.partial(self._body, outputs)) if large else self._body(outputs)
@@ -212,7 +212,7 @@ class Answer(Response, abc.ABC):
             last = None
             async with contextlib.aclosing(self._generate(index, stream=False)) as outputs:
                 async for last in outputs:
-                    _check(last, self.request_id)
+                    _reasons(last, self.request_id)
             if last is None:
                 raise EngineDead("the engine gave no result")
             self.state.metrics.first_token(last.metrics)
@@ -229,35 +229,30 @@ class Answer(Response, abc.ABC):
         finally:
             await _stop(tasks)
 
-    async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """The deltas of every prompt, as they come."""
-        if len(self.prompts) == 1:
-            async with contextlib.aclosing(self._generate(0, stream=True)) as outputs:
-                async for output in outputs:
-                    yield 0, output
-            return
-        queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=2 * len(self.prompts))
+    async def _merged(self) -> AsyncGenerator[RequestOutput, None]:
+        """The deltas of several prompts, as they come."""
+        queue: asyncio.Queue[RequestOutput | BaseException | None] = asyncio.Queue(maxsize=2 * len(self.prompts))
 
         async def pump(index: int) -> None:
             try:
                 async with contextlib.aclosing(self._generate(index, stream=True)) as outputs:
                     async for output in outputs:
-                        await queue.put((index, output))
-                await queue.put((index, None))
+                        await queue.put(output)
+                await queue.put(None)
             except Exception as exc:  # noqa: BLE001  it goes on in the task that reads the queue
-                await queue.put((index, exc))
+                await queue.put(exc)
 
         tasks = [asyncio.create_task(pump(i)) for i in range(len(self.prompts))]
         try:
             running = len(tasks)
             while running:
-                index, item = await queue.get()
+                item = await queue.get()
                 if item is None:
                     running -= 1
                 elif isinstance(item, BaseException):
                     raise item
                 else:
-                    yield index, item
+                    yield item
         finally:
             await _stop(tasks)
 
@@ -267,38 +262,40 @@ class Answer(Response, abc.ABC):
         generated = [0] * len(self.prompts)
         seen, timed = [False] * len(self.prompts), [False] * len(self.prompts)
         reasons: list[set[str]] = [set() for _ in self.prompts]
-        for engine_id in self._engine_ids:
+        index_of = {engine_id: index for index, engine_id in enumerate(self._engine_ids)}
+        for engine_id in index_of:
             metrics.opened(engine_id)
         try:
-            async with contextlib.aclosing(self._merged()) as merged:
-                async for index, output in merged:
-                    _check(output, self.request_id)
+            async with contextlib.aclosing(self._generate(0, stream=True) if len(index_of) == 1 else self._merged()) as merged:
+                async for output in merged:
+                    index = index_of[output.request_id]
+                    ended = _reasons(output, self.request_id)
                     if not seen[index]:
                         seen[index] = True
                         self._count_prompt(output)
                     if not timed[index] and output.metrics.first_token_s is not None:
                         timed[index] = True
                         metrics.first_token(output.metrics)
-                    new_tokens = sum(len(choice.token_ids) for choice in output.outputs)
+                    new_tokens = sum([len(choice.token_ids) for choice in output.outputs])
                     generated[index] += new_tokens
                     self._count_tokens(new_tokens)
                     event = self._join(self.deltas(index, output))
                     if event:
                         yield event
-                    reasons[index] |= _reasons(output)
+                    reasons[index] |= ended
                     if output.finished:
                         self._count_finished(output, generated[index], reasons[index], counted=True)
             if self.options.include_usage:
                 yield self._event_head + b'],"usage":' + encode(self.usage.payload()) + b"}\n\n"
         finally:
-            for engine_id in self._engine_ids:
+            for engine_id in index_of:
                 metrics.closed(engine_id)
 
     def _join(self, choices: list[bytes]) -> bytes:
         tail = self._event_tail
         if self.options.continuous_usage and choices:
             tail = b'],"usage":' + encode(self.usage.payload()) + b"}\n\n"
-        return b"".join(self._event_head + choice + tail for choice in choices)
+        return b"".join([self._event_head + choice + tail for choice in choices])
 
     # ---------------------------------------------------------------- counting
     def _count_prompt(self, output: RequestOutput) -> None:
@@ -317,16 +314,14 @@ class Answer(Response, abc.ABC):
         self.state.metrics.finished(output.metrics, reason, len(output.prompt_token_ids), generated, params.n, params.num_branches)
 
 
-def _reasons(output: RequestOutput) -> set[str]:
-    return {choice.finish_reason for choice in output.outputs if choice.finish_reason}
-
-
-def _check(output: RequestOutput, request_id: str) -> None:
-    """Raises what went wrong with a request after it was accepted."""
+def _reasons(output: RequestOutput, request_id: str) -> set[str]:
+    """Why choices have ended. Raises what went wrong with a request after it was accepted."""
     if output.error is not None:
         raise from_info(output.error, request_id)
-    if any(choice.finish_reason in ("abort", "error") for choice in output.outputs):
+    reasons = {choice.finish_reason for choice in output.outputs if choice.finish_reason}
+    if not reasons.isdisjoint(("abort", "error")):
         raise ApiError(500, "The request was ended by the server before it was complete.", "server_error", None, "aborted")
+    return reasons
 
 
 async def _supervise(opened: OpenRequest, work: Any, receive: Receive) -> None:
