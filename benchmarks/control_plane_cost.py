@@ -125,7 +125,7 @@ class IdleExecutor(Executor):
     def start(self, num_blocks: int, num_host_blocks: int, max_model_len: int) -> tuple[float, int]:
         device = HostDevice()
         attention = SimpleNamespace(kv_layout=lambda blocks: ((1,),))
-        model = SimpleNamespace(groups=self.groups, block_size=BLOCK_SIZE, vocab_size=VOCAB, attentions=[attention] * len(self.groups))
+        model = SimpleNamespace(groups=self.groups, block_size=BLOCK_SIZE, vocab_size=VOCAB, attentions=[attention] * len(self.groups), joined=False)
         limits = RunnerLimits(self.config.scheduler.max_num_seqs, max_model_len, num_blocks, num_host_blocks, 20)
         policy = ShapePolicy(BucketTable())
         self.runner = ModelRunner(device, IdlePrograms(device), model, {}, None, policy, limits, torch.float32)  # type: ignore[arg-type]
