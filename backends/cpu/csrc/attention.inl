@@ -14,6 +14,23 @@ namespace {
 constexpr int kBlockRows = W == 16 ? 12 : 4, NV = 2;
 constexpr int kScoreStride = kChunk + 32;  // groups past the chunk's end may be written, never read
 
+// n numbers, a multiple of 16, of 8 bits each to the bfloat16 that `table` says.
+inline void expand_bytes(const uint16_t* table, const uint8_t* from, uint16_t* to, int64_t n) {
+#if OARLOCK_LANES == 16
+  // Half the table is enough, the other half has the sign set: two look-ups of 64 numbers.
+  const __m512i t0 = _mm512_loadu_si512(table), t1 = _mm512_loadu_si512(table + 32), t2 = _mm512_loadu_si512(table + 64), t3 = _mm512_loadu_si512(table + 96);
+  for (int64_t i = 0; i + 32 <= n; i += 32) {
+    __m512i b = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+    __m512i low = _mm512_permutex2var_epi16(t0, b, t1), high = _mm512_permutex2var_epi16(t2, b, t3);
+    __m512i v = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(b, _mm512_set1_epi16(64)), low, high);
+    _mm512_storeu_si512(to + i, _mm512_or_si512(v, _mm512_slli_epi16(_mm512_and_si512(b, _mm512_set1_epi16(128)), 8)));
+  }
+  for (int64_t i = n / 32 * 32; i < n; ++i) to[i] = table[from[i]];
+#else
+  for (int64_t i = 0; i < n; ++i) to[i] = table[from[i]];
+#endif
+}
+
 // The parts of `scratch` and what a tile's row may see.
 template <class T> struct Tile {
   const AttentionArgs& a;
@@ -22,13 +39,16 @@ template <class T> struct Tile {
   float* scores;            // [rows][kScoreStride], then the weights
   float *part, *merged;     // one chunk's result and the merged one
   float* q;                 // [rows][dim]
+  uint32_t* expanded;       // keys, then values of a chunk whose bytes became T
+  int64_t expanded_from = 0;  // its first block
 
   Tile(const AttentionArgs& args, const AttentionTile& tile, float* scratch) : a(args), t(tile) {
     group = a.heads / a.kv_heads;
     rows = t.queries * group;
     dim = static_cast<int>(padded_dim(a.head_dim));
     units = dim / per_unit<T>;
-    scores = scratch;
+    expanded = reinterpret_cast<uint32_t*>(scratch);
+    scores = scratch + (a.bytes_as ? 2 * attention_expanded_floats(a.block_size, a.head_dim) : 0);
     part = scores + rows * kScoreStride;
     merged = part + attention_partial_floats(rows, a.head_dim);
     q = merged + attention_partial_floats(rows, a.head_dim);
@@ -49,17 +69,33 @@ template <class T> struct Tile {
   float* sum_of(float* p) const { return p + rows; }
   float* values_of(float* p) const { return p + 2 * rows; }
 
+  int64_t head_units() const { return static_cast<int64_t>(a.block_size) * units; }
+  int64_t head_of(int64_t block) const { return a.tables[t.row * a.table_width + block] * static_cast<int64_t>(a.kv_heads) + t.kv_head; }
   const uint32_t* block(const void* cache, int64_t position) const {
-    int64_t id = a.tables[t.row * a.table_width + position / a.block_size];
-    int64_t head_units = static_cast<int64_t>(a.block_size) * units;
-    return static_cast<const uint32_t*>(cache) + (id * a.kv_heads + t.kv_head) * head_units;
+    if (!a.bytes_as) return static_cast<const uint32_t*>(cache) + head_of(position / a.block_size) * head_units();
+    int64_t values_from = cache == a.values ? attention_expanded_floats(a.block_size, a.head_dim) : 0;
+    return expanded + values_from + (position / a.block_size - expanded_from) * head_units();
+  }
+
+  // Bytes of the blocks from `first` to `end` become T.
+  void expand(int64_t first, int64_t end) {
+    expanded_from = first / a.block_size;
+    for (int64_t b = expanded_from; b * a.block_size < end; ++b)
+      for (int i = 0; i < 2; ++i) {
+        const void* cache = i ? a.values : a.keys;
+        const uint8_t* from = static_cast<const uint8_t*>(cache) + head_of(b) * head_units() * per_unit<T>;
+        expand_bytes(a.bytes_as, from, reinterpret_cast<uint16_t*>(const_cast<uint32_t*>(block(cache, b * a.block_size))), head_units() * per_unit<T>);
+      }
   }
 
   void load_queries() {
-    const T* from = static_cast<const T*>(a.q);
+    if (a.dtype == Dtype::bf16) queries_of<bf16>(); else queries_of<float>();
+  }
+  template <class Q> void queries_of() {
+    const Q* from = static_cast<const Q*>(a.q);
     for (int r = 0; r < rows; ++r) {
       float* to = q + r * dim;
-      const T* x = from + (t.token + r / group) * a.q_token + (t.kv_head * group + r % group) * a.q_head;
+      const Q* x = from + (t.token + r / group) * a.q_token + (t.kv_head * group + r % group) * a.q_head;
       for (int d = 0; d < dim; ++d) to[d] = d < a.head_dim ? to_float(x[d]) : 0.f;
     }
   }
@@ -122,7 +158,7 @@ template <class T, bool Split> void score_chunk_as(const Tile<T>& tile, int64_t 
   for (int64_t at = first; at < end; at += NV * W) {
     Group g[NV];
     for (int j = 0; j < NV; ++j) {
-      int64_t here = at + j * W < end ? at + j * W : at, next = here + NV * W < last ? here + NV * W : here;
+      int64_t here = at + j * W < end ? at + j * W : at, next = here + NV * W < (tile.a.bytes_as ? end : last) ? here + NV * W : here;
       set_keys(tile, here, end, &g[j]);
       g[j].next_keys = tile.block(tile.a.keys, next) + next % bs;
       g[j].values = tile.block(tile.a.values, here) + here % bs / per_unit<T> * tile.dim;
@@ -230,13 +266,14 @@ template <class T> void value_chunk(const Tile<T>& tile, int64_t start, int64_t 
 
 // ---- chunks and merging ---------------------------------------------------------------------------------------------
 
-template <class T> void attend_chunk(const Tile<T>& tile, int64_t chunk, float* part) {
+template <class T> void attend_chunk(Tile<T>& tile, int64_t chunk, float* part) {
   int64_t start = chunk * kChunk, first = tile.begin(0), end = tile.end(tile.rows - 1);
   first = first > start ? first : start;
   end = end < start + kChunk ? end : start + kChunk;
   int64_t group_first = first / W * W;
   // Scores begin at a group of W, but not in a block before the first one seen: that one may have been given back.
   int64_t block_first = first / tile.a.block_size * tile.a.block_size;
+  if (tile.a.bytes_as) tile.expand(block_first, end);
   score_chunk(tile, start, group_first > block_first ? group_first : block_first, end);
   for (int r = 0; r < tile.rows; ++r) {
     weigh_row(tile.a, tile.scores + r * kScoreStride, group_first - start, end - start, tile.begin(r) - start,
@@ -272,18 +309,22 @@ template <class T> void merge_part(const Tile<T>& tile, bool is_first, const flo
   }
 }
 
-template <class T> void write_out(const Tile<T>& tile) {
-  T* out = static_cast<T*>(tile.a.out);
+template <class Q, class T> void write_out_as(const Tile<T>& tile) {
+  Q* out = static_cast<Q*>(tile.a.out);
   for (int r = 0; r < tile.rows; ++r) {
     float l = tile.sum_of(tile.merged)[r];
     vf inverse = splat(l == 0.f ? 0.f : 1.f / l);
     const float* o = tile.values_of(tile.merged) + static_cast<int64_t>(r) * tile.dim;
-    T* to = out + ((tile.t.token + r / tile.group) * tile.a.heads + tile.t.kv_head * tile.group + r % tile.group) * tile.a.head_dim;
+    Q* to = out + ((tile.t.token + r / tile.group) * tile.a.heads + tile.t.kv_head * tile.group + r % tile.group) * tile.a.head_dim;
     for (int d = 0; d < tile.a.head_dim; d += W) {
       int64_t n = tile.a.head_dim - d;
       if (n >= W) store(to + d, load(o + d) * inverse); else store_some(to + d, load(o + d) * inverse, n);
     }
   }
+}
+
+template <class T> void write_out(const Tile<T>& tile) {
+  if (tile.a.dtype == Dtype::bf16) write_out_as<bf16>(tile); else write_out_as<float>(tile);
 }
 
 template <class T> void attend_typed(const AttentionArgs& a, const AttentionTile& t, int64_t c0, int64_t c1, float* scratch, float* partial) {
@@ -304,10 +345,10 @@ template <class T> void merge_typed(const AttentionArgs& a, const AttentionTile&
 }
 
 void attend(const AttentionArgs& a, const AttentionTile& t, int64_t c0, int64_t c1, float* scratch, float* partial) {
-  if (a.dtype == Dtype::bf16) attend_typed<bf16>(a, t, c0, c1, scratch, partial); else attend_typed<float>(a, t, c0, c1, scratch, partial);
+  if (a.cache_dtype == Dtype::bf16) attend_typed<bf16>(a, t, c0, c1, scratch, partial); else attend_typed<float>(a, t, c0, c1, scratch, partial);
 }
 void merge(const AttentionArgs& a, const AttentionTile& t, int64_t chunks, float* scratch, const float* partials) {
-  if (a.dtype == Dtype::bf16) merge_typed<bf16>(a, t, chunks, scratch, partials); else merge_typed<float>(a, t, chunks, scratch, partials);
+  if (a.cache_dtype == Dtype::bf16) merge_typed<bf16>(a, t, chunks, scratch, partials); else merge_typed<float>(a, t, chunks, scratch, partials);
 }
 
 }  // namespace

@@ -70,8 +70,11 @@ inline int64_t runs_of(const CodesArgs& c) {
 // Cache layout of one layer, in units of 32 bits (see bf16.h), D the head size rounded up to 16, P elements a unit:
 //   keys    [num_blocks][kv_heads][D / P][block_size]   tokens side by side: one load gives 16 tokens' unit d
 //   values  [num_blocks][kv_heads][block_size / P][D]   with P = 2, a unit holds two tokens' number d
+// A cache of 8-bit floats has the order of bfloat16's, a byte a number, and becomes that a chunk at a time.
 struct AttentionArgs {
-  Dtype dtype;
+  Dtype dtype;                  // of q and out
+  Dtype cache_dtype;            // of keys and values, or what their bytes become
+  const uint16_t* bytes_as;     // [256], the bfloat16 of each byte; null: the cache is of `cache_dtype`
   const void *q, *keys, *values;
   void* out;                    // [tokens][heads][head_dim], contiguous
   int64_t q_token, q_head;      // strides of q in elements
@@ -135,6 +138,8 @@ struct Kernels {
 
 constexpr int64_t padded_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 constexpr int64_t attention_partial_floats(int64_t rows, int64_t head_dim) { return rows * (padded_dim(head_dim) + 2); }
+// Of a chunk whose bytes become bfloat16: floats for its keys, and as many for its values. It may begin and end within a block.
+constexpr int64_t attention_expanded_floats(int64_t block_size, int64_t head_dim) { return (kChunk + 2 * block_size) * padded_dim(head_dim) / 2; }
 // Scores and weights of a chunk, this chunk's part, the merged one, and the queries: floats for one thread.
 constexpr int64_t attention_scratch_floats(int64_t rows, int64_t head_dim) {
   return rows * (kChunk + 32) + 2 * attention_partial_floats(rows, head_dim) + rows * padded_dim(head_dim) + 64;

@@ -1,5 +1,7 @@
 // write_kv and attend: tiles, threads and the split of long contexts. The arithmetic is in attention.inl.
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "stages.h"
@@ -8,36 +10,96 @@ namespace {
 
 constexpr int kTileRows = 64;  // (query, head) rows of a tile: enough for every key read to serve many
 
-template <class T> void scatter(const Cache& c, const T* key, const T* value, T* keys, T* values, int64_t block, int64_t at, int64_t head_dim) {
-  constexpr int P = per_unit<T>;
-  T* k = keys + block * c.block_size * c.dim + at * P;
-  T* v = values + block * c.block_size * c.dim + at / P * c.dim * P + at % P;
-  for (int64_t d = 0; d < head_dim; ++d) k[d / P * c.block_size * P + d % P] = key[d];
-  for (int64_t d = 0; d < head_dim; ++d) v[d * P] = value[d];
-  for (int64_t d = head_dim; d < c.dim; ++d) k[d / P * c.block_size * P + d % P] = T{}, v[d * P] = T{};  // padding must be finite
+// ---- 8-bit floats -------------------------------------------------------------------------------------------------
+
+// `mantissa` bits and a bias; e4m3 has no infinity and one NaN a sign, e5m2 has what IEEE 754's formats have (arXiv:2209.05433).
+struct Format8 {
+  int mantissa, bias;
+  float largest;
+  uint16_t as_bf16[256];
+
+  Format8(int m, int b, float top, bool has_infinity) : mantissa(m), bias(b), largest(top) {
+    for (int code = 0; code < 256; ++code) {
+      int exponent = (code & 0x7f) >> m, rest = code & ((1 << m) - 1);
+      float f = exponent ? std::ldexp(static_cast<float>((1 << m) + rest), exponent - b - m) : std::ldexp(static_cast<float>(rest), 1 - b - m);
+      if (has_infinity && exponent == 127 >> m) f = rest ? NAN : INFINITY;
+      if (!has_infinity && (code & 0x7f) == 0x7f) f = NAN;
+      uint32_t bits;
+      std::memcpy(&bits, &f, 4);
+      as_bf16[code] = static_cast<uint16_t>((f == f ? bits >> 16 : 0x7fc0) | (code & 0x80) << 8);
+    }
+  }
+
+  // Rounded to nearest even; what is too large becomes the largest.
+  uint8_t code(float x) const {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80);
+    float magnitude = std::fabs(x);
+    if (!(magnitude <= largest)) return sign | (x == x ? code(largest) : 0x7f);
+    if (magnitude < std::ldexp(1.f, 1 - bias)) return sign | static_cast<uint8_t>(std::nearbyint(std::ldexp(magnitude, bias - 1 + mantissa)));
+    bits &= 0x7fffffff;
+    bits += (1u << (22 - mantissa)) - 1 + (bits >> (23 - mantissa) & 1);
+    return sign | static_cast<uint8_t>((bits >> (23 - mantissa)) - (static_cast<uint32_t>(127 - bias) << mantissa));
+  }
+};
+
+const Format8& e4m3() {
+  static const Format8 format(3, 7, 448.f, false);
+  return format;
+}
+const Format8& e5m2() {
+  static const Format8 format(2, 15, 57344.f, true);
+  return format;
 }
 
-template <class T> void write_typed(const Cache& c, const KVRows& r, const int32_t* slots) {
+// ---- writing --------------------------------------------------------------------------------------------------------
+
+// One token of one head, `kept(number)` of each; P numbers a unit.
+template <int P, class T, class D, class F> void scatter(const Cache& c, const T* key, const T* value, D* keys, D* values, int64_t block, int64_t at, int64_t head_dim, const F& kept) {
+  D* k = keys + block * c.block_size * c.dim + at * P;
+  D* v = values + block * c.block_size * c.dim + at / P * c.dim * P + at % P;
+  for (int64_t d = 0; d < head_dim; ++d) k[d / P * c.block_size * P + d % P] = kept(key[d]);
+  for (int64_t d = 0; d < head_dim; ++d) v[d * P] = kept(value[d]);
+  for (int64_t d = head_dim; d < c.dim; ++d) k[d / P * c.block_size * P + d % P] = D{}, v[d * P] = D{};  // padding must be finite
+}
+
+template <int P, class T, class D, class F> void write_typed(const Cache& c, const KVRows& r, const int32_t* slots, const F& kept) {
   const T *k = static_cast<const T*>(r.key), *v = static_cast<const T*>(r.value);
-  T *keys = static_cast<T*>(c.keys->mutable_data_ptr()), *values = static_cast<T*>(c.values->mutable_data_ptr());
+  D *keys = static_cast<D*>(c.keys->mutable_data_ptr()), *values = static_cast<D*>(c.values->mutable_data_ptr());
   // By KV head, not by token: padded tokens share a slot, and two threads must not write it at once.
   int threads = threads_for(r.tokens * c.kv_heads * r.head_dim * 4);
   pool::parallel(c.kv_heads, 1, threads, [&](int64_t begin, int64_t end) {
     for (int64_t h = begin; h < end; ++h)
       for (int64_t t = 0; t < r.tokens; ++t) {
         int64_t block = slots[t] / c.block_size * c.kv_heads + h;
-        scatter(c, k + t * r.key_token + h * r.key_head, v + t * r.value_token + h * r.value_head, keys, values, block, slots[t] % c.block_size, r.head_dim);
+        scatter<P>(c, k + t * r.key_token + h * r.key_head, v + t * r.value_token + h * r.value_head, keys, values, block, slots[t] % c.block_size, r.head_dim, kept);
       }
   });
+}
+
+float widened(float x) { return x; }
+float widened(bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+template <class T> void write_from(const Cache& c, const KVRows& r, const int32_t* slots) {
+  if (!c.bytes_as) return write_typed<per_unit<T>, T, T>(c, r, slots, [](T x) { return x; });
+  const Format8& format = c.bytes_as == e4m3().as_bf16 ? e4m3() : e5m2();
+  write_typed<2, T, uint8_t>(c, r, slots, [&](T x) { return format.code(widened(x)); });
 }
 
 void write_kv(const Tensor& keys, const Tensor& values, const Tensor& key_in, const Tensor& value_in, const Tensor& slots) {
   Cache c(keys, values);
   STD_TORCH_CHECK(key_in.dim() == 3 && key_in.size(1) == c.kv_heads && key_in.size(2) <= c.dim && value_in.numel() == key_in.numel(), "write_kv: key and value must be [num_tokens, num_kv_heads, head_dim]");
-  STD_TORCH_CHECK(dtype_of(key_in, "key") == c.dtype && dtype_of(value_in, "value") == c.dtype, "write_kv: key, value and cache must have one dtype");
+  Dtype d = dtype_of(key_in, "key");
+  STD_TORCH_CHECK(dtype_of(value_in, "value") == d && (c.bytes_as || d == c.dtype), "write_kv: key, value and cache must have one dtype, or the cache 8-bit floats");
   Tensor key = key_in.stride(2) == 1 ? key_in : packed(key_in), value = value_in.stride(2) == 1 ? value_in : packed(value_in);
   check_slots(c, slots, key.size(0));
-  write_rows(c, {key.const_data_ptr(), value.const_data_ptr(), key.size(0), key.size(2), key.stride(0), key.stride(1), value.stride(0), value.stride(1)}, ints(slots, "slots"));
+  write_rows(c, {d, key.const_data_ptr(), value.const_data_ptr(), key.size(0), key.size(2), key.stride(0), key.stride(1), value.stride(0), value.stride(1)}, ints(slots, "slots"));
 }
 
 // ---- attend ---------------------------------------------------------------------------------------------------------
@@ -87,16 +149,20 @@ Tensor attend(const Tensor& query_in, const Tensor& keys, const Tensor& values, 
   Cache c(keys, values);
   Tensor query = query_in.stride(2) == 1 ? query_in : packed(query_in);
   int64_t tokens = query.size(0), heads = query.size(1), head_dim = query.size(2);
-  STD_TORCH_CHECK(dtype_of(query, "query") == c.dtype, "attend: query and cache must have one dtype");
+  Dtype d = dtype_of(query, "query");
+  STD_TORCH_CHECK(c.bytes_as || d == c.dtype, "attend: query and cache must have one dtype, or the cache 8-bit floats");
   Tensor out = new_like(query, {tokens, heads, head_dim});
   RegionPlan plan(c, heads, head_dim, window, tables, seq_lens, starts, max_q, tokens);
-  plan.run(c, query.const_data_ptr(), query.stride(0), query.stride(1), out.mutable_data_ptr(), static_cast<float>(scale), static_cast<float>(softcap));
+  plan.run(c, d, query.const_data_ptr(), query.stride(0), query.stride(1), out.mutable_data_ptr(), static_cast<float>(scale), static_cast<float>(softcap));
   return out;
 }
 
 }  // namespace
 
-Cache::Cache(const Tensor& k, const Tensor& v) : dtype(dtype_of(k, "keys")), keys(&k), values(&v) {
+Cache::Cache(const Tensor& k, const Tensor& v) : keys(&k), values(&v) {
+  if (k.scalar_type() == ScalarType::Float8_e4m3fn) dtype = Dtype::bf16, bytes_as = e4m3().as_bf16;
+  else if (k.scalar_type() == ScalarType::Float8_e5m2) dtype = Dtype::bf16, bytes_as = e5m2().as_bf16;
+  else dtype = dtype_of(k, "keys");
   int64_t P = 4 / size_of(dtype);
   STD_TORCH_CHECK(k.dim() == 5 && v.dim() == 5 && k.is_contiguous() && v.is_contiguous() && k.size(4) == P, "the KV cache must have the layout of kv_layout()");
   blocks = k.size(0), kv_heads = k.size(1), dim = k.size(2) * P, block_size = k.size(3);
@@ -112,7 +178,7 @@ void check_slots(const Cache& c, const Tensor& slots, int64_t tokens) {
 }
 
 void write_rows(const Cache& c, const KVRows& rows, const int32_t* slots) {
-  if (c.dtype == Dtype::bf16) write_typed<bf16>(c, rows, slots); else write_typed<float>(c, rows, slots);
+  if (rows.dtype == Dtype::bf16) write_from<bf16>(c, rows, slots); else write_from<float>(c, rows, slots);
 }
 
 RegionPlan::RegionPlan(const Cache& c, int64_t heads, int64_t head_dim, int64_t window, const Tensor& tables, const Tensor& seq_lens, const Tensor& starts, int64_t max_q, int64_t tokens)
@@ -128,14 +194,14 @@ RegionPlan::RegionPlan(const Cache& c, int64_t heads, int64_t head_dim, int64_t 
     chunks += own, work += own * t.queries, most = std::max<int64_t>(most, t.queries * group);
   }
   threads_ = threads_for(std::min<int64_t>(work * kChunk * head_dim * 2, chunks > 1 || count > 1 ? INT64_MAX : 0));
-  scratch_ = attention_scratch_floats(std::max<int64_t>(kTileRows, group), head_dim);
+  scratch_ = attention_scratch_floats(std::max<int64_t>(kTileRows, group), head_dim) + (c.bytes_as ? 2 * attention_expanded_floats(c.block_size, head_dim) : 0);
   is_split_ = threads_ > 1 && count < 4 * threads_ && chunks > count;
   if (is_split_) partial_ = attention_partial_floats(most, head_dim);
 }
 
-void RegionPlan::run(const Cache& c, const void* q, int64_t q_token, int64_t q_head, void* out, float scale, float softcap) const {
-  if (!is_full_) std::fill_n(static_cast<char*>(out), tokens_ * heads_ * head_dim_ * size_of(c.dtype), 0);
-  AttentionArgs a{c.dtype, q, c.keys->const_data_ptr(), c.values->const_data_ptr(), out, q_token, q_head, tables_, table_width_,
+void RegionPlan::run(const Cache& c, Dtype d, const void* q, int64_t q_token, int64_t q_head, void* out, float scale, float softcap) const {
+  if (!is_full_) std::fill_n(static_cast<char*>(out), tokens_ * heads_ * head_dim_ * size_of(d), 0);
+  AttentionArgs a{d, c.dtype, c.bytes_as, q, c.keys->const_data_ptr(), c.values->const_data_ptr(), out, q_token, q_head, tables_, table_width_,
                   static_cast<int>(heads_), static_cast<int>(kv_heads_), static_cast<int>(head_dim_), static_cast<int>(c.block_size), scale, softcap, window_};
   if (is_split_) split(a); else whole(a);
 }

@@ -132,9 +132,9 @@ struct Step {
   void attend(const Layer& l, const Cache& cache, const Group& group) {
     int64_t heads = l.shape[kHeads], kv_heads = l.shape[kKvHeads], dim = l.shape[kHeadDim], size = l.qkv_size();
     const char *keys = qkv + heads * dim * element, *values = keys + kv_heads * dim * element;
-    write_rows(cache, {keys, values, tokens, dim, size, dim, size, dim}, group.slots);
+    write_rows(cache, {dtype, keys, values, tokens, dim, size, dim, size, dim}, group.slots);
     for (const Group::Region& r : group.regions)
-      r.plan->run(cache, qkv + r.begin * size * element, size, dim, attended + r.begin * heads * dim * element, l.scale, l.softcap);
+      r.plan->run(cache, dtype, qkv + r.begin * size * element, size, dim, attended + r.begin * heads * dim * element, l.scale, l.softcap);
   }
 
   void feed_forward(const Layer& l) {
@@ -177,7 +177,7 @@ std::vector<Group> groups_of(const std::vector<Tensor>& tensors, const std::vect
       const Cache& c = caches[l.shape[kCache]];
       if (!first) first = &l, cache = &c;
       STD_TORCH_CHECK(l.shape[kHeads] == first->shape[kHeads] && l.shape[kHeadDim] == first->shape[kHeadDim] && l.shape[kWindow] == first->shape[kWindow] && c.blocks == cache->blocks &&
-                          c.kv_heads == l.shape[kKvHeads] && c.kv_heads == cache->kv_heads && c.block_size == cache->block_size && c.dtype == cache->dtype,
+                          c.kv_heads == l.shape[kKvHeads] && c.kv_heads == cache->kv_heads && c.block_size == cache->block_size && c.dtype == cache->dtype && c.bytes_as == cache->bytes_as,
                       "decoder_layers: layers of one KV group must have one shape");
     }
     if (first) check_slots(*cache, slots, tokens), g.slots = ints(slots, "slots");
@@ -210,7 +210,7 @@ std::tuple<Tensor, Tensor> decoder_layers(const Tensor& x_in, const OptionalTens
   int64_t widest_qkv = 0, widest_heads = 0, inner = 0;
   for (int64_t i = 0; i < count; ++i) {
     const Layer& l = layers.emplace_back(layer_of(given, &shapes[i * kShapes], &numbers[i * kNumbers], d, hidden));
-    STD_TORCH_CHECK(l.shape[kCache] >= 0 && l.shape[kCache] < static_cast<int64_t>(caches.size()) && caches[l.shape[kCache]].dtype == d && l.shape[kTable] < static_cast<int64_t>(tables.size()),
+    STD_TORCH_CHECK(l.shape[kCache] >= 0 && l.shape[kCache] < static_cast<int64_t>(caches.size()) && (caches[l.shape[kCache]].bytes_as || caches[l.shape[kCache]].dtype == d) && l.shape[kTable] < static_cast<int64_t>(tables.size()),
                     "decoder_layers: a layer names a cache or a table that is not there");
     widest_qkv = std::max(widest_qkv, l.qkv_size()), widest_heads = std::max(widest_heads, l.shape[kHeads] * l.shape[kHeadDim]), inner = std::max(inner, l.shape[kInner]);
   }

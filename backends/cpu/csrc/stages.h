@@ -63,7 +63,8 @@ template <class F> void each_row(int64_t rows, int64_t work_of_row, const F& f) 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
 struct Cache {
-  Dtype dtype;
+  Dtype dtype;                         // of its numbers, or what its bytes become
+  const uint16_t* bytes_as = nullptr;  // of 8-bit floats: the bfloat16 of each byte
   int64_t blocks, kv_heads, dim, block_size;
   const Tensor *keys, *values;
   Cache(const Tensor& keys, const Tensor& values);
@@ -71,8 +72,9 @@ struct Cache {
 
 void check_slots(const Cache& c, const Tensor& slots, int64_t tokens);
 
-// Keys and values [tokens][kv_heads][head_dim] with strides of tokens and heads, into checked slots.
+// Keys and values of `dtype` [tokens][kv_heads][head_dim] with strides of tokens and heads, into checked slots.
 struct KVRows {
+  Dtype dtype;
   const void *key, *value;
   int64_t tokens, head_dim, key_token, key_head, value_token, value_head;
 };
@@ -83,8 +85,8 @@ class RegionPlan {
  public:
   RegionPlan(const Cache& c, int64_t heads, int64_t head_dim, int64_t window, const Tensor& tables, const Tensor& seq_lens, const Tensor& starts, int64_t max_q, int64_t tokens);
 
-  // q, out: [tokens][heads][head_dim], q with strides in elements. Rows of no request are set to 0.
-  void run(const Cache& c, const void* q, int64_t q_token, int64_t q_head, void* out, float scale, float softcap) const;
+  // q, out: [tokens][heads][head_dim] of d, q with strides in elements. Rows of no request are set to 0.
+  void run(const Cache& c, Dtype d, const void* q, int64_t q_token, int64_t q_head, void* out, float scale, float softcap) const;
 
  private:
   void whole(const AttentionArgs& a) const;

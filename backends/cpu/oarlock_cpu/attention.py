@@ -33,7 +33,7 @@ class Region(NamedTuple):
 class CpuAttention(Attention):
     """Keys lie with their tokens side by side, values with pairs of tokens interleaved, so that products run along vectors.
 
-    A unit is 32 bits: one float32 or two bfloat16 (`pack`). The head size is rounded up to 16 with zeros.
+    A unit is 32 bits: one float32 or two bfloat16 (`pack`). The head size is rounded up to 16 with zeros. 8-bit floats lie as bfloat16 do.
 
         keys    [num_blocks, num_kv_heads, head_dim / pack, block_size, pack]
         values  [num_blocks, num_kv_heads, block_size / pack, head_dim, pack]
@@ -42,7 +42,7 @@ class CpuAttention(Attention):
     """
 
     def kv_layout(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        pack = 4 // self.dtype.itemsize
+        pack = 1 if self.dtype.itemsize == 4 else 2
         heads, head_dim = self.params.num_kv_heads, -(-self.params.head_dim // 16) * 16
         keys = (num_blocks, heads, head_dim // pack, self.block_size, pack)
         return keys, (num_blocks, heads, self.block_size // pack, head_dim, pack)
@@ -60,6 +60,7 @@ class CpuAttention(Attention):
         return _attend(query, cache[0], cache[1], *metadata, params.scale, params.window or 0, params.softcap or 0.0)
 
     def copy_blocks(self, cache: tuple[torch.Tensor, ...], source: torch.Tensor, destination: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        for tensor in cache:
+        for held in cache:
+            tensor = held.view(torch.uint8) if held.dtype.itemsize == 1 else held  # torch copies no 8-bit floats by index
             tensor.index_copy_(0, destination.long(), tensor.index_select(0, source))
         return cache

@@ -44,7 +44,7 @@ class CpuDevice(Device):
             fast_dtypes=fast,
             # With neither tiles nor binary16, codes are multiplied in float32 whatever the dtype: nothing is rounded for nothing.
             gguf_dtype=None if native.problem() or native.isa() in ("amx", "avx512_fp16") else "float32",
-            kv_dtypes=("auto", "fp8_e4m3", "fp8_e5m2"),
+            kv_dtypes=plugin.KV_DTYPES,
             block_sizes=plugin.BLOCK_SIZES,
             host_is_device=True,
             kv_update="in_place",

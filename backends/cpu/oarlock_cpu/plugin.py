@@ -15,6 +15,7 @@ from oarlock_cpu import host
 
 BLOCK_SIZES = (16, 8, 32, 64, 128)  # preferred first
 KERNEL_DTYPES = ("float32", "bfloat16")  # what the compiled kernels compute in
+KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 MAX_HEAD_DIM = 512
 PRIORITY = 10  # above core's references and below a feature plugin that is installed on purpose
 PACKED_OPS = ("linear", "lm_head")
@@ -115,7 +116,7 @@ def attention(device: Any) -> list[AttentionSpec]:
     """The compiled attention."""
     if device.torch_device.type != "cpu":
         return []
-    return [AttentionSpec(name="cpu", factory="oarlock_cpu.attention:CpuAttention", priority=PRIORITY, supports=supports_attention)]
+    return [AttentionSpec(name="cpu", factory="oarlock_cpu.attention:CpuAttention", priority=PRIORITY, supports=supports_attention, kv_dtypes=KV_DTYPES)]
 
 
 @hookimpl

@@ -44,15 +44,17 @@ class Scene:
         return attention.attend(query, cache, meta, self.params)
 
 
-def make_scene(dtype, lens, block_size=16, heads=6, kv_heads=2, head_dim=64, window=None, softcap=None) -> Scene:
+def make_scene(dtype, lens, block_size=16, heads=6, kv_heads=2, head_dim=64, window=None, softcap=None, kept=None) -> Scene:
+    """`dtype` of queries, keys and values; `kept`: of the cache, else the same."""
     from oarlock_cpu.attention import CpuAttention
 
+    kept = kept or dtype
     params = AttentionParams(heads, kv_heads, head_dim, head_dim**-0.5, window, softcap)
-    attention, reference = CpuAttention(block_size, dtype, params), ReferenceAttention(block_size, dtype, params)
+    attention, reference = CpuAttention(block_size, kept, params), ReferenceAttention(block_size, kept, params)
     generator = torch.Generator().manual_seed(3)
     blocks = [-(-n // block_size) for n in lens]
     order = torch.randperm(sum(blocks), generator=generator).int() + 1
-    caches = [tuple(torch.full(s, float("nan"), dtype=dtype) for s in a.kv_layout(sum(blocks) + 1)) for a in (attention, reference)]
+    caches = [tuple(torch.full(s, float("nan")).to(kept) for s in a.kv_layout(sum(blocks) + 1)) for a in (attention, reference)]
     tables, at = torch.zeros(len(lens), max(blocks) + 1, dtype=torch.int32), 0
     for row, (length, count) in enumerate(zip(lens, blocks, strict=True)):
         tables[row, :count] = order[at : at + count]
@@ -84,6 +86,47 @@ def test_mixed_rows(isa, dtype, block_size, window, softcap):
     scene = make_scene(dtype, LENS, block_size, window=window, softcap=softcap)
     query = scene.queries(COUNTS, dtype)
     assert_near(scene.run(query, COUNTS), scene.want(query, COUNTS), dtype)
+
+
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("kept", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+@pytest.mark.parametrize(("heads", "head_dim", "window"), [(6, 64, None), (2, 33, 300), (14, 80, 20)])
+def test_caches_of_8_bit_floats(isa, dtype, kept, block_size, heads, head_dim, window):
+    scene = make_scene(dtype, LENS, block_size, heads=heads, head_dim=head_dim, window=window, kept=kept)
+    query = scene.queries(COUNTS, dtype)
+    whole = scene.run(query, COUNTS)
+    assert_near(whole, scene.want(query, COUNTS), dtype)
+    assert torch.equal(scene.run(query[-1:], [1], rows=[5])[0], whole[-1])
+
+
+@pytest.mark.parametrize("kept", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_8_bit_floats_are_torchs(isa, dtype, kept):
+    """Written as torch rounds, too large ones as the largest; read as torch reads: every code, and numbers between."""
+    from oarlock_cpu.attention import CpuAttention
+
+    every = torch.arange(256, dtype=torch.uint8).view(kept).float()
+    every = every[every.isfinite()]
+    x = torch.cat((every, every * 1.03, every * 1.0625, every * 0.97, every * 9, torch.tensor([float("nan"), float("inf"), -float("inf")]))).to(dtype)
+    attention = CpuAttention(16, kept, AttentionParams(1, 1, 16, 1.0))
+    blocks = -(-len(x) // 16)
+    cache = tuple(torch.zeros(shape).to(kept) for shape in attention.kv_layout(blocks))
+    value = x[:, None, None].expand(-1, 1, 16)
+    attention.write_kv(cache, value, value, torch.arange(len(x)).int())
+    top = torch.finfo(kept).max
+    want = x.float().clamp(-top, top).to(kept).float()
+    held = cache[1].permute(0, 2, 4, 1, 3).reshape(-1, 16)[: len(x), 0].float()
+    assert torch.equal(held.nan_to_num(7), want.nan_to_num(7)) and torch.equal(held.isnan(), want.isnan())
+    # A query that sees one token alone reads its value.
+    for at in range(0, len(x), 16):
+        table, one = torch.tensor([[at // 16]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+        meta = attention.metadata(table, one, torch.tensor([0, 1], dtype=torch.int32), 1, 1)
+        got = attention.attend(torch.zeros(1, 1, 16, dtype=dtype), cache, meta, attention.params)
+        assert torch.equal(got.float().nan_to_num(7), want[at].to(dtype).float().nan_to_num(7).expand(1, 1, 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -153,8 +196,9 @@ def test_keys_and_values_may_be_slices_of_a_wider_tensor():
     assert_near(scene.run(query, [1]), scene.want(query, [1]), torch.bfloat16)
 
 
-def test_copied_blocks_serve_another_row():
-    scene = make_scene(torch.float32, [16, 16])
+@pytest.mark.parametrize("kept", [torch.float32, *EIGHT_BITS], ids=str)
+def test_copied_blocks_serve_another_row(kept):
+    scene = make_scene(torch.float32, [16, 16], kept=kept)
     scene.attention.copy_blocks(scene.cache, scene.tables[0, :1], scene.tables[1, :1])
     query = scene.queries([1], torch.float32)
     assert torch.equal(scene.run(query, [1], rows=[0]), scene.run(query, [1], rows=[1]))
