@@ -14,9 +14,9 @@ import torch
 from oarlock.backend_api.runtime import LinearFormat, Quantization, QuantizedWeight, StoredTensor
 from oarlock.backend_api.runtime.quantization import Scheme
 
-_CHUNK = 1 << 18  # numbers quantised at once: a few tensors of so many float32 stay in a processor's cache
+_CHUNK = 1 << 20  # numbers quantised at once: few enough for a processor's cache, and many enough for its threads
 _GROUP4 = 32
-_STARTS, _PASSES = (1.0, 0.85), 2  # of `rounded4`
+_PASSES = 4  # of `rounded4`; the last gains 1.5 % of the square error
 _TINY = 2.0**-24  # float16's smallest number
 
 
@@ -70,26 +70,15 @@ def rounded8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def rounded4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes of 0 .. 15, scales, offsets), as `rounded8`.
 
-    From the whole range of a group, and from less of it, rounding and the line of least squares through codes and numbers take turns;
-    the start that ends nearer is kept. That halves the error of a scale alone, from the largest number.
+    From the whole range of a group on, rounding and the line of least squares through codes and numbers take turns. Of normal numbers that
+    leaves half the square error of a scale alone, from the largest number.
     """
     low, high = weight.amin(-1), weight.amax(-1)
-    best: tuple[torch.Tensor, ...] | None = None
-    for part in _STARTS:
-        scales = ((high - low) * (part / 15)).clamp_(min=_TINY)
-        offsets = (low + high) / 2 - 7.5 * scales
-        for _ in range(_PASSES):
-            scales, offsets = _line(weight, _codes4(weight, scales, offsets), scales, offsets)
-        scales, offsets = _float16(scales), offsets.clamp(-65504, 65504).half().float()
-        codes = _codes4(weight, scales, offsets)
-        error = torch.addcmul(offsets[..., None], codes, scales[..., None]).sub_(weight).square_().sum(-1)
-        if best is not None:
-            nearer = error < best[0]
-            codes = torch.where(nearer[..., None], codes, best[1])
-            error, scales, offsets = (torch.where(nearer, *pair) for pair in ((error, best[0]), (scales, best[2]), (offsets, best[3])))
-        best = (error, codes, scales, offsets)
-    assert best is not None
-    return best[1], best[2], best[3]
+    scales, offsets = ((high - low) / 15).clamp_(min=_TINY), low
+    for _ in range(_PASSES):
+        scales, offsets = _line(weight, _codes4(weight, scales, offsets), scales, offsets)
+    scales, offsets = _float16(scales), offsets.clamp(-65504, 65504).half().float()
+    return _codes4(weight, scales, offsets), scales, offsets
 
 
 def _codes4(weight: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
