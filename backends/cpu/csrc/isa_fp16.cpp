@@ -137,6 +137,20 @@ void pack_half_rows(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int6
 
 namespace {
 
+// Outputs [n, n + count) of row m, with the bias, rounded once.
+template <int NV> INLINE void put_row(const LinearArgs& a, const vf (&row)[NV], int64_t m, int64_t n, int64_t count) {
+  if (count == NV * 16 && !a.bias) {
+    for (int j = 0; j < NV; ++j) {
+      int64_t at = m * a.ldo + n + j * 16;
+      if (a.out_f32) store(static_cast<float*>(a.out) + at, row[j]); else store(static_cast<bf16*>(a.out) + at, row[j]);
+    }
+    return;
+  }
+  alignas(64) float numbers[NV * 16];
+  for (int j = 0; j < NV; ++j) store(numbers + j * 16, row[j]);
+  store_row<bf16>(a, numbers, m, n, count);
+}
+
 template <int h> INLINE vf half_of(__m512h v) {
   return (vf)_mm512_cvtxph_ps((__m256h)(h ? _mm512_extracti64x4_epi64((__m512i)v, 1) : _mm512_castsi512_si256((__m512i)v)));
 }
@@ -151,7 +165,6 @@ INLINE vf sum_of_units(const float* sums) {
 // MR rows times NV tile columns: sums [MR][NV][16 outputs][2 of a unit].
 template <int MR, int NV, bool Ahead> void block(const uint32_t* x, const char* const (&tiles)[NV], int64_t depth, int64_t panel_bytes, float* sums) {
   constexpr int64_t kStride = 2 * kTileUnits * 4;  // bytes from one depth of a column to the next
-  for (int i = 0; i < MR * NV * 2; ++i) store(sums + i * 16, vf{});
   for (int64_t d0 = 0; d0 < depth; d0 += 2) {
     int64_t end = d0 + 2 < depth ? d0 + 2 : depth;
     __m512h acc[MR][NV];
@@ -176,8 +189,9 @@ template <int MR, int NV, bool Ahead> void block(const uint32_t* x, const char* 
     for (int i = 0; i < MR; ++i)
       for (int j = 0; j < NV; ++j) {
         float* at = sums + (i * NV + j) * 32;
-        store(at, load(at) + half_of<0>(acc[i][j]));
-        store(at + 16, load(at + 16) + half_of<1>(acc[i][j]));
+        vf low = half_of<0>(acc[i][j]), high = half_of<1>(acc[i][j]);
+        store(at, d0 ? load(at) + low : low);
+        store(at + 16, d0 ? load(at + 16) + high : high);
       }
   }
 }
@@ -193,15 +207,16 @@ template <int MR, int NV> void columns(const LinearArgs& a, int64_t m0, int64_t 
     tiles[j] = panel + column % 2 * kTileUnits * 4;
     back[j] = load(reinterpret_cast<const float*>(panel + panel_bytes) - kPanel + column % 2 * 16);
   }
-  alignas(64) float sums[MR * NV * 32], row[NV * 16];
+  alignas(64) float sums[MR * NV * 32];
   int64_t outputs = n1 - n < NV * 16 ? n1 - n : NV * 16;
   for (int64_t m = m0; m < m1; m += MR) {
     const uint32_t* x = static_cast<const uint32_t*>(a.x) + m / MR * (depth * kDepth * MR + kHalfTileGap);
     if (m == m0) block<MR, NV, true>(x, tiles, depth, panel_bytes, sums); else block<MR, NV, false>(x, tiles, depth, panel_bytes, sums);
     int64_t rows = m1 - m < MR ? m1 - m : MR;
     for (int64_t i = 0; i < rows; ++i) {
-      for (int j = 0; j < NV; ++j) store(row + j * 16, sum_of_units(sums + (i * NV + j) * 32) * splat(a.row_scales[m + i]) * back[j]);
-      store_row<bf16>(a, row, m + i, n, outputs);
+      vf row[NV];
+      for (int j = 0; j < NV; ++j) row[j] = sum_of_units(sums + (i * NV + j) * 32) * splat(a.row_scales[m + i]) * back[j];
+      put_row(a, row, m + i, n, outputs);
     }
   }
 }
@@ -309,19 +324,16 @@ template <int bits, int MR, int NV> void codes_block(const CodesArgs& c, const u
 
 template <int bits, int MR, int NV> void code_columns(const CodesArgs& c, const LinearArgs& a, int64_t m0, int64_t m1, int64_t n, int64_t n1) {
   constexpr int64_t wide = outputs_of(bits) * NV;
-  alignas(64) float sums[MR * NV * 32], row[NV * 32];
+  alignas(64) float sums[MR * NV * 32];
   int64_t outputs = n1 - n < wide ? n1 - n : wide, size = c.width * MR / (bits == 4 ? 2 : 1) + kHalfTileGap, runs = a.run_sums ? runs_of(c) : 0;
   for (int64_t m = m0; m < m1; m += MR) {
     codes_block<bits, MR, NV>(c, static_cast<const uint32_t*>(a.x) + m / MR * size, a.run_sums ? a.run_sums + m * runs : nullptr, n / outputs_of(bits), sums);
     int64_t rows = m1 - m < MR ? m1 - m : MR;
     for (int64_t i = 0; i < rows; ++i) {
-      vf back = splat(a.row_scales[m + i]);
-      for (int j = 0; j < NV; ++j) {
-        const float* from = sums + (i * NV + j) * 32;
-        if (bits == 4) store(row + j * 16, sum_of_units(from) * back);
-        else for (int h = 0; h < 2; ++h) store(row + j * 32 + h * 16, load(from + h * 16) * back);
-      }
-      store_row<bf16>(a, row, m + i, n, outputs);
+      constexpr int vectors = bits == 4 ? 1 : 2;  // of outputs, from one of sums
+      vf back = splat(a.row_scales[m + i]), row[NV * vectors];
+      for (int j = 0; j < NV * vectors; ++j) row[j] = (bits == 4 ? sum_of_units(sums + (i * NV + j) * 32) : load(sums + i * NV * 32 + j * 16)) * back;
+      put_row(a, row, m + i, n, outputs);
     }
   }
 }
