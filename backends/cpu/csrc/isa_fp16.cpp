@@ -151,9 +151,16 @@ template <int NV> INLINE void put_row(const LinearArgs& a, const vf (&row)[NV], 
   store_row<bf16>(a, numbers, m, n, count);
 }
 
-template <int h> INLINE vf half_of(__m512h v) {
-  return (vf)_mm512_cvtxph_ps((__m256h)(h ? _mm512_extracti64x4_epi64((__m512i)v, 1) : _mm512_castsi512_si256((__m512i)v)));
-}
+// Sums of a run, to be read as float32. They go through memory: half a vector is widened on the way from there, while in registers it
+// is first moved by the port that multiplies.
+template <int N> struct Run {
+  alignas(64) __m512h held[N];
+  INLINE_MEMBER explicit Run(const __m512h* acc) {
+    for (int i = 0; i < N; ++i) held[i] = acc[i];
+    __asm__ volatile("" ::"r"(held) : "memory");
+  }
+  INLINE_MEMBER vf half(int i, int h) const { return (vf)_mm512_cvtxph_ps(_mm256_load_ph(reinterpret_cast<const _Float16*>(held + i) + 16 * h)); }
+};
 
 // 16 outputs' sums, of both numbers of a unit.
 INLINE vf sum_of_units(const float* sums) {
@@ -168,13 +175,11 @@ template <int MR, int NV, bool Ahead> void block(const uint32_t* x, const char* 
   for (int64_t d0 = 0; d0 < depth; d0 += 2) {
     int64_t end = d0 + 2 < depth ? d0 + 2 : depth;
     __m512h acc[MR][NV];
-    for (int i = 0; i < MR; ++i)
-      for (int j = 0; j < NV; ++j) acc[i][j] = _mm512_setzero_ph();
     for (int64_t d = d0; d < end; ++d) {
       // Past this panel comes the one that this column is to walk next.
       int64_t ahead = d * kStride + kAheadBytes;
       if (Ahead && ahead >= depth * kStride) ahead += panel_bytes * ((NV + 1) / 2) - depth * kStride;
-      for (int u = 0; u < kDepth; ++u, x += MR) {
+      auto unit = [&]<bool First>(int u) {
         __m512h w[NV];
         for (int j = 0; j < NV; ++j) {
           if (Ahead) __builtin_prefetch(tiles[j] + ahead + u * 64);
@@ -182,17 +187,22 @@ template <int MR, int NV, bool Ahead> void block(const uint32_t* x, const char* 
         }
         for (int i = 0; i < MR; ++i) {
           __m512h xv = (__m512h)_mm512_set1_epi32(static_cast<int>(x[i]));
-          for (int j = 0; j < NV; ++j) acc[i][j] = _mm512_fmadd_ph(xv, w[j], acc[i][j]);
+          for (int j = 0; j < NV; ++j) acc[i][j] = First ? _mm512_mul_ph(xv, w[j]) : _mm512_fmadd_ph(xv, w[j], acc[i][j]);
         }
+        x += MR;
+      };
+      if (d == d0) unit.template operator()<true>(0); else unit.template operator()<false>(0);
+      for (int u = 1; u < kDepth; ++u) unit.template operator()<false>(u);
+    }
+    Run<MR * NV> run(&acc[0][0]);
+    if (d0 == 0) {
+      for (int i = 0; i < MR * NV; ++i) store(sums + i * 32, run.half(i, 0)), store(sums + i * 32 + 16, run.half(i, 1));
+    } else {
+      for (int i = 0; i < MR * NV; ++i) {
+        store(sums + i * 32, load(sums + i * 32) + run.half(i, 0));
+        store(sums + i * 32 + 16, load(sums + i * 32 + 16) + run.half(i, 1));
       }
     }
-    for (int i = 0; i < MR; ++i)
-      for (int j = 0; j < NV; ++j) {
-        float* at = sums + (i * NV + j) * 32;
-        vf low = half_of<0>(acc[i][j]), high = half_of<1>(acc[i][j]);
-        store(at, d0 ? load(at) + low : low);
-        store(at + 16, d0 ? load(at + 16) + high : high);
-      }
   }
 }
 
@@ -307,12 +317,13 @@ template <int bits, int MR, int NV> void codes_block(const CodesArgs& c, const u
         for (int j = 0; j < NV; ++j, at[j - 1] += step)
           for (int line = 0; line < (bits == 4 ? 1 : 4); ++line) __builtin_prefetch(at[j] + ahead + line * 64);
       }
+      Run<MR * NV> run(&acc[0][0]);
       for (int j = 0; j < NV; ++j) {
         vf s[2], o[2];
         group_numbers<bits>(c, ((first + j) / per_panel * c.groups + g) * kPanel + (first + j) % per_panel * 16, s, o);
         for (int i = 0; i < MR; ++i) {
           float* to = sums + (i * NV + j) * 32;
-          vf low = fma(half_of<0>(acc[i][j]), s[0], load(to)), high = fma(half_of<1>(acc[i][j]), s[1], load(to + 16));
+          vf low = fma(run.half(i * NV + j, 0), s[0], load(to)), high = fma(run.half(i * NV + j, 1), s[1], load(to + 16));
           if (run_sums) low = fma(splat(run_sums[i]), o[0], low), high = fma(splat(run_sums[i]), o[1], high);
           store(to, low);
           store(to + 16, high);
