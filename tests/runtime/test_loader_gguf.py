@@ -300,11 +300,13 @@ def test_a_device_with_kernels_multiplies_the_files_codes(arch: str, drop: str, 
     """On cpu linears keep their codes, a tied head too; the tokens are those of a device that dequantises them all at load."""
     kept: list[dict[str, set[str]]] = []  # of each model: what its first layer's linears, and its head, are made of
     shared: list[bool] = []  # whether the embedding is looked up in what the head multiplies
+    heads: list[str] = []  # what the head's weight is
     load = WeightLoader.load
 
     def watched(self: WeightLoader, *arguments: Any) -> Any:
         tree = load(self, *arguments)
         kept.append({name: set(w) for name, w in [*tree["layers"][0].items(), *tree.items()] if name in (*STORED, "lm_head")})
+        heads.append(type(tree["lm_head"]["weight"]).__name__)
         shared.append(tree["embed"]["weight"] is next(iter(tree["lm_head"].values())))
         return tree
 
@@ -312,7 +314,8 @@ def test_a_device_with_kernels_multiplies_the_files_codes(arch: str, drop: str, 
     path = write(tmp_path / "m.gguf", arch, drop=drop, types={**MIXED, "output.weight": "Q8_0"})
     prompts = [list(range(3, 20)), [5], list(range(40, 2, -1))]
     got = run(SimpleNamespace(path=path), prompts, new_tokens=12)  # type: ignore[arg-type]
-    assert kept[0] == {name: {scheme} for name, scheme in STORED.items()} | {"lm_head": {"int8"}}
+    assert kept[0] == {name: {scheme} for name, scheme in STORED.items()} | {"lm_head": {"weight"}}
+    assert heads[0] == "PackedCodes"
     assert shared[0] == (arch != "qwen3")
     assert got == run(SimpleNamespace(path=path), prompts, new_tokens=12, device="sim-eager")  # type: ignore[arg-type]
     assert kept[1]["qkv"] == {"weight"}

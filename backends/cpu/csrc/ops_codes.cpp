@@ -63,11 +63,11 @@ void run_decoded(const CodesArgs& c, const LinearArgs& a, int64_t M, int64_t N, 
 }
 
 Tensor linear_codes(const Tensor& x_in, const Tensor& panels, const Tensor& scales, const OptionalTensor& offsets, const Tensor& ends, int64_t bits, int64_t N, double zero,
-                    const OptionalTensor& bias) {
+                    const OptionalTensor& bias, bool out_f32) {
   Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
-  Tensor out = new_like(x, {x.size(0), N});
+  Tensor out = new_like(x, {x.size(0), N}, out_f32 ? std::optional(ScalarType::Float) : std::nullopt);
   Dtype d = dtype_of(x, "x");
-  run_codes(code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, bits, zero, bias ? &*bias : nullptr, d, x.size(1), N), d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr());
+  run_codes(code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, bits, zero, bias ? &*bias : nullptr, d, x.size(1), N), d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr(), out_f32);
   return out;
 }
 
@@ -113,10 +113,10 @@ CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor*
   return found;
 }
 
-void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out) {
+void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32) {
   const Kernels* k = kernels();
   const CodesArgs& c = w.codes;
-  LinearArgs a{d, nullptr, nullptr, w.bias, out, c.width, 0, 0, w.out, false};
+  LinearArgs a{d, nullptr, nullptr, w.bias, out, c.width, 0, 0, w.out, out_f32};
   if (!M) return;
   Rows form = d == Dtype::bf16 ? k->bf16_form : Rows::f32_tiles;
   int64_t block = give_rows(a, form, x, ldx, M, w.in, c.width, &c);
@@ -126,7 +126,7 @@ void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
-  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero, Tensor? bias) -> Tensor");
+  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero, Tensor? bias, bool out_f32) -> Tensor");
   m.def("pack_codes(Tensor codes, int bits) -> Tensor");
   m.def("code_rows(Tensor ids, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero) -> Tensor");
 }

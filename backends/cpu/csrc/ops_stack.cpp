@@ -42,7 +42,7 @@ struct Linear {
   CodeLinear codes;
 
   void run(Dtype d, const void* x, int64_t ldx, int64_t M, void* out) const {
-    if (is_dense) run_linear(dense, d, x, ldx, M, out, false); else run_codes(codes, d, x, ldx, M, out);
+    if (is_dense) run_linear(dense, d, x, ldx, M, out, false); else run_codes(codes, d, x, ldx, M, out, false);
   }
 };
 

@@ -47,7 +47,8 @@ struct CodeLinear {
 };
 
 CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out);
-void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out);
+// out [M][w.out], of `d` or float32.
+void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,11 @@ def pack(weight: torch.Tensor) -> PackedWeight:
     return PackedWeight(_pack_weight(weight), *weight.shape)
 
 
+def pack_head(weight: Any) -> PackedWeight | codes.PackedCodes | None:
+    """The same of a head; one of codes is packed already. None for what another package made of codes."""
+    return pack(weight) if isinstance(weight, torch.Tensor) else weight if type(weight) is codes.PackedCodes else None
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As the registry's linear; `weight` is packed or plain."""
     if type(weight) is PackedWeight:
@@ -59,10 +64,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Ten
     return _linear(x, weight, bias, False)
 
 
-def lm_head(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def lm_head(x: torch.Tensor, weight: torch.Tensor | PackedWeight | codes.PackedCodes, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As the registry's lm_head: the sums of a linear, kept in float32."""
     if type(weight) is PackedWeight:
         return _linear_packed(x, weight.panels, weight.out_size, bias, True)
+    if type(weight) is codes.PackedCodes:
+        return codes.linear(x, weight, bias, out_f32=True)
     return _linear(x, weight, bias, True)
 
 

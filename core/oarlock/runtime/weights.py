@@ -115,7 +115,10 @@ class WeightLoader:
             follows = name == "codes" or (name not in ("groups", "input_scale") if spec.shard != "row" else name in ("scales", "zeros", "offsets") and by_runs)
             weight[name] = self.device.place(".".join(map(str, (*path, name))), tensor, spec.shard if follows else "none")
         prepare = self.prepare.get(f"linear_{path[-1]}") if not spec.stack else None
-        _put(tree, path, prepare(weight) if prepare is not None else weight)
+        form = prepare(weight) if prepare is not None else weight
+        # The device's `lm_head` keeps the sums of rows of any dtype in float32; a quantised linear does so for float32 rows alone.
+        as_head = self.prepare["lm_head"](form) if spec.kind == "lm_head" and "lm_head" in self.prepare else None
+        _put(tree, path if as_head is None else spec.path, form if as_head is None else as_head)
 
     def _keeps_codes(self, spec: WeightSpec, formats: tuple[LinearFormat, ...]) -> bool:
         """A head is multiplied as it is stored where the device has that for its scheme; elsewhere it is a plain weight."""
