@@ -91,8 +91,13 @@ def _columns(weight: dict[str, torch.Tensor], in_size: int) -> tuple[torch.Tenso
     return order, ends
 
 
-def linear(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None = None, out_f32: bool = False) -> torch.Tensor:
-    """As the registry's linear_int4 and linear_int8; or with the sums kept in float32."""
+def linear(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As the registry's linear_int4 and linear_int8."""
+    return multiply(x, weight, bias, False)
+
+
+def multiply(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, out_f32: bool) -> torch.Tensor:
+    """A linear whose sums may be kept in float32."""
     if weight.order is not None:
         x = torch.nn.functional.pad(x, (0, 1))[:, weight.order]
     return _linear(x, weight.panels, weight.scales, weight.offsets, weight.ends, weight.bits, weight.out_size, weight.zero, bias, out_f32)

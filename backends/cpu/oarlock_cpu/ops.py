@@ -69,7 +69,7 @@ def lm_head(x: torch.Tensor, weight: torch.Tensor | PackedWeight | codes.PackedC
     if type(weight) is PackedWeight:
         return _linear_packed(x, weight.panels, weight.out_size, bias, True)
     if type(weight) is codes.PackedCodes:
-        return codes.linear(x, weight, bias, out_f32=True)
+        return codes.multiply(x, weight, bias, True)
     return _linear(x, weight, bias, True)
 
 

@@ -46,7 +46,7 @@ def test_against_the_reference(codes, linear_isa, case, scheme, dtype, rows):
     want = getattr(schemes, f"linear_{scheme}")(x.double(), weight, bias.double())
     got = codes.linear(x, packed, bias)
     assert got.dtype == dtype and got.shape == want.shape
-    head = codes.linear(x, packed, bias, out_f32=True)  # not rounded, but for runs of binary16 products
+    head = codes.multiply(x, packed, bias, True)  # not rounded, but for runs of binary16 products
     assert head.dtype == torch.float32
     assert error(head, want) < (2e-6 if dtype == torch.bfloat16 and linear_isa in ("avx512_fp16", "amx") else 1e-12)
     assert error(got, want) < (1e-5 if dtype == torch.bfloat16 else 1e-12)
