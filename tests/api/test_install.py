@@ -73,7 +73,7 @@ def test_the_metrics_page_says_what_serves(installed, tiny_model, tmp_path):
         families = list(text_string_to_metric_families(server.http.get("/metrics").text))
     ops = {s.labels["op"]: s.labels for f in families for s in f.samples if s.name == "oarlock_op_info"}
     (device,) = [s.labels for f in families for s in f.samples if s.name == "oarlock_device_info"]
-    assert (device["device"], device["dtype"], ops["embedding"]["implementation"]) == ("cpu", "float32", "reference")
+    assert (device["device"], device["dtype"], ops["moe_topk"]["implementation"]) == ("cpu", "float32", "reference")
     for op in ("linear", "greedy", "paged_attention"):
         if installed.has_kernels:
             assert (ops[op]["implementation"], ops[op]["rejected"]) == ("cpu", "") and "kernels" in device["description"]
