@@ -71,7 +71,7 @@ def test_a_packed_model_leaves_its_files(checkpoint, family):
         return {line for line in Path("/proc/self/maps").read_text().splitlines() if str(tiny.path) in line}
 
     before = mapped()  # by the model that other tests compare with
-    with LLM(str(tiny.path), device="cpu", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=64) as llm:
+    with LLM(str(tiny.path), device="cpu", dtype="float32", skip_tokenizer_init=True, max_model_len=64) as llm:
         assert llm.generate(prompt_token_ids=[[1, 2, 3]], sampling_params=SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
         assert not mapped() - before
 
