@@ -4,7 +4,7 @@ Owns: a worker in this process, the clock around its steps, the plot.
 Reads: `runtime.worker`, `conformance.driver`.
 Never: passes or fails; measures HTTP or the scheduler.
 
-    python benchmarks/step_time.py MODEL [--device cpu] [--batches 1,2,4,8,16,32,64,128,256] [--contexts 128,512,2048,8192] [--svg FILE] [flags as --dtype int8]
+    python benchmarks/step_time.py MODEL [--device cpu] [--batches 1,2,4,8,16,32,64,128,256] [--contexts 128,512,2048,8192] [--svg FILE] [--quantization int8] [--kv-cache-dtype fp8_e4m3]
 
 The cache is filled with numbers and every request is placed at its context at once: nothing is prefilled. The limit of a step is the time of
 reading its bytes: weights once, keys and values of every request, at the read bandwidth measured beside the steps.
@@ -102,11 +102,11 @@ def table(points: list[Point], bandwidth: float) -> str:
 def svg(series: dict[str, list[tuple[float, float]]], across: str) -> str:
     """Both axes in powers of two; one line a series, dashed where its name ends in "limit"."""
     every = [point for points in series.values() for point in points]
-    (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*[(_log(x), _log(y)) for x, y in every], strict=True))
+    (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*[(math.log2(x), math.log2(y)) for x, y in every], strict=True))
     y0, y1 = int(y0), int(y1) + 1
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return MARGIN + (_log(x) - x0) / max(x1 - x0, 1e-9) * (WIDTH - 2 * MARGIN), HEIGHT - MARGIN - (_log(y) - y0) / (y1 - y0) * (HEIGHT - 2 * MARGIN)
+        return MARGIN + (math.log2(x) - x0) / max(x1 - x0, 1e-9) * (WIDTH - 2 * MARGIN), HEIGHT - MARGIN - (math.log2(y) - y0) / (y1 - y0) * (HEIGHT - 2 * MARGIN)
 
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">']
     parts += [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/><text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">{across}</text>']
@@ -123,10 +123,6 @@ def svg(series: dict[str, list[tuple[float, float]]], across: str) -> str:
         parts.append(f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="2"{dashes}/>')
         parts.append(f'<text x="{MARGIN + 10}" y="{MARGIN + 16 * number}" fill="{color}">{name}</text>')
     return "\n".join((*parts, "</svg>"))
-
-
-def _log(x: float) -> float:
-    return math.log2(x)
 
 
 def main() -> None:

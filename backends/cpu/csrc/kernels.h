@@ -61,7 +61,7 @@ struct CodesArgs {
 };
 
 constexpr int64_t code_run(int bits) { return bits == 4 ? 64 : 32; }
-inline int64_t runs_of(const CodesArgs& c) {
+static inline int64_t runs_of(const CodesArgs& c) {  // of each file its own: they are compiled for different processors
   int64_t runs = 0;
   for (int64_t g = 0; g < c.groups; ++g) runs += (c.ends[g] - (g ? c.ends[g - 1] : 0) + code_run(c.bits) - 1) / code_run(c.bits);
   return runs;

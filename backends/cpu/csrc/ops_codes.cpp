@@ -118,7 +118,7 @@ void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t
   const CodesArgs& c = w.codes;
   LinearArgs a{d, nullptr, nullptr, w.bias, out, c.width, 0, 0, w.out, out_f32};
   if (!M) return;
-  Rows form = d == Dtype::bf16 ? k->bf16_form : Rows::f32_tiles;
+  Rows form = form_of(d);
   int64_t block = give_rows(a, form, x, ldx, M, w.in, c.width, &c);
   if (form == Rows::half_tiles) return spread(M, w.out, c.width, block, 2, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) { k->half_codes(c, a, m0, m1, n0, n1); });
   if (!a.tile || M > k->few_rows) return run_decoded(c, a, M, w.out, block);

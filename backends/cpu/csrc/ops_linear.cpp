@@ -35,14 +35,12 @@ template <class T> void pack_typed(const Tensor& weight, Tensor& out) {
   });
 }
 
-// What rows are given as to a weight of `d`.
-Rows form_of(Dtype d) { return d == Dtype::bf16 ? kernels()->bf16_form : Rows::f32_tiles; }
-
-int64_t half_panel_size(int64_t K) { return (rounded(K, packed_step(Dtype::bf16)) + 2) * kPanel; }
+// Numbers of a panel as pack_weight leaves it.
+int64_t panel_size(Dtype d, bool is_half, int64_t K) { return (rounded(K, packed_step(d)) + 2 * is_half) * kPanel; }
 
 Tensor pack_halves(const Tensor& weight) {
   int64_t N = weight.size(0), K = weight.size(1), ldw = weight.stride(0), panels = rounded(N, kPanel) / kPanel;
-  Tensor out = new_like(weight, {panels, half_panel_size(K)}, ScalarType::Half);
+  Tensor out = new_like(weight, {panels, panel_size(Dtype::bf16, true, K)}, ScalarType::Half);
   const bf16* w = static_cast<const bf16*>(weight.const_data_ptr());
   uint16_t* to = static_cast<uint16_t*>(out.mutable_data_ptr());
   pool::parallel(panels, 8, threads_for(N * K), [&, k = kernels()](int64_t begin, int64_t end) {
@@ -56,7 +54,7 @@ Tensor pack_weight(const Tensor& weight) {
   STD_TORCH_CHECK(weight.dim() == 2 && weight.stride(1) == 1, "pack_weight: weight must be [out, in], row-major");
   Dtype d = dtype_of(weight, "weight");
   if (form_of(d) == Rows::half_tiles) return pack_halves(weight);
-  Tensor out = new_like(weight, {rounded(weight.size(0), kPanel) / kPanel, rounded(weight.size(1), packed_step(d)) * kPanel});
+  Tensor out = new_like(weight, {rounded(weight.size(0), kPanel) / kPanel, panel_size(d, false, weight.size(1))});
   if (d == Dtype::bf16) pack_typed<bf16>(weight, out); else pack_typed<float>(weight, out);
   return out;
 }
@@ -89,7 +87,7 @@ template <class T> void unpack_row(const char* panel, int64_t n, int64_t K, bool
 Tensor packed_rows(const Tensor& ids, const Tensor& panels, int64_t N, int64_t K) {
   bool is_half = panels.scalar_type() == ScalarType::Half;
   Dtype d = is_half ? Dtype::bf16 : dtype_of(panels, "weight");
-  STD_TORCH_CHECK(panels.is_contiguous() && panels.size(0) == rounded(N, kPanel) / kPanel && panels.size(1) == (is_half ? half_panel_size(K) : rounded(K, packed_step(d)) * kPanel),
+  STD_TORCH_CHECK(panels.is_contiguous() && panels.size(0) == rounded(N, kPanel) / kPanel && panels.size(1) == panel_size(d, is_half, K),
                   "embedding: the packed weight is not [", N, ", ", K, "]");
   const int32_t* at = checked_ids(ids, N);
   Tensor out = new_like(panels, {ids.numel(), K}, is_half ? ScalarType::BFloat16 : panels.scalar_type());
@@ -188,6 +186,8 @@ const void* bf16_rows(const void* x, int64_t M, int64_t K, int64_t stride, int64
 
 }  // namespace
 
+Rows form_of(Dtype d) { return d == Dtype::bf16 ? kernels()->bf16_form : Rows::f32_tiles; }
+
 const int32_t* checked_ids(const Tensor& ids, int64_t N) {
   const int32_t* at = ints(ids, "ids");
   for (int64_t i = 0; i < ids.numel(); ++i) STD_TORCH_CHECK(at[i] >= 0 && at[i] < N, "embedding: id ", at[i], " of ", N);
@@ -216,8 +216,7 @@ int64_t give_rows(LinearArgs& a, Rows form, const void* x, int64_t ldx, int64_t 
 
 PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, int64_t in, int64_t out) {
   bool is_half = form_of(d) == Rows::half_tiles;
-  int64_t size = is_half ? half_panel_size(in) : rounded(in, packed_step(d)) * kPanel;
-  STD_TORCH_CHECK((is_half ? panels.scalar_type() == ScalarType::Half : dtype_of(panels, "weight") == d) && panels.is_contiguous() && panels.size(1) == size && panels.size(0) == rounded(out, kPanel) / kPanel,
+  STD_TORCH_CHECK((is_half ? panels.scalar_type() == ScalarType::Half : dtype_of(panels, "weight") == d) && panels.is_contiguous() && panels.size(1) == panel_size(d, is_half, in) && panels.size(0) == rounded(out, kPanel) / kPanel,
                   "linear: x [num_tokens, in] does not fit the packed weight");
   return {panels.const_data_ptr(), checked_bias(bias, d, out), in, out};
 }

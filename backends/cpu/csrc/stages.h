@@ -18,6 +18,8 @@ PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, in
 // out [M][w.out], of `d` or float32, from rows x of `d`.
 void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
 
+Rows form_of(Dtype d);  // what `packed` takes rows of `d` as
+
 // Sets a.x, and what belongs to it, to rows x of a.dtype in a form, K of `width` numbers each. They hold until the next call on this
 // thread. Returns the rows of a block.
 int64_t give_rows(LinearArgs& a, Rows form, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width, const CodesArgs* codes = nullptr);

@@ -99,11 +99,12 @@ class WeightLoader:
             placed = self.device.place(".".join(map(str, spec.path)), whole, spec.shard)
             prepare = self.prepare.get(spec.kind)
             is_packed = prepare is not None and placed.dim() == 2 and spec.kind != "embedding"
-            _put(tree, spec.path, prepare(placed) if is_packed else placed if spec.kind == "linear" else _alone(placed))
+            _put(tree, spec.path, prepare(placed) if is_packed else placed if spec.kind == "linear" or spec is tied else _alone(placed))
         if tied is not None and "lm_head" not in tree:
             prepare, table = self.prepare.get("lm_head"), tree["embed"]["weight"]
             tree["lm_head"] = {"weight": prepare(table) if prepare is not None else table}
-            self._share_head(tree)
+            if not self._share_head(tree) and prepare is not None:
+                tree["embed"]["weight"] = _alone(table)
         return tree
 
     def _load_quantised(self, tree: dict[str, Any], spec: WeightSpec, formats: tuple[LinearFormat, ...]) -> None:
