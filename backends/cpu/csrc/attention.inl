@@ -195,7 +195,7 @@ inline void weigh_row(const AttentionArgs& a, float* s, int64_t first, int64_t e
   float best = largest(top);
   vf shift = splat(best == -INFINITY ? 0.f : best);
   for (int64_t i = first; i < end; i += W) {
-    vf p = exp(load(s + i) - shift);
+    vf p = exp_below_one(load(s + i) - shift);
     total = total + p;
     store(s + i, p);
   }

@@ -14,7 +14,7 @@ DECLARE(isa_avx2)
 DECLARE(isa_avx512)
 #ifdef OARLOCK_FP16
 namespace isa_fp16 {
-void packed_of_halves(const LinearArgs&, int64_t, int64_t, int64_t, int64_t);
+void packed_of_halves(const LinearArgs&, int64_t, int64_t, int64_t, int64_t, int64_t);
 void pack_half_panel(const bf16*, int64_t, int64_t, int64_t, uint16_t*);
 void pack_half_rows(const bf16*, int64_t, int64_t, int64_t, int64_t, int64_t, int, bool, uint32_t*, float*);
 void half_run_sums(const CodesArgs&, const bf16*, int64_t, int64_t, int64_t, int64_t, const float*, float*);
@@ -22,7 +22,7 @@ void half_codes(const CodesArgs&, const LinearArgs&, int64_t, int64_t, int64_t, 
 }
 #endif
 namespace isa_amx {
-void packed_on_tiles(const LinearArgs&, int64_t, int64_t, int64_t, int64_t);
+void packed_on_tiles(const LinearArgs&, int64_t, int64_t, int64_t, int64_t, int64_t);
 bool tiles_work();
 }
 #endif

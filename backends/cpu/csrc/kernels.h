@@ -101,7 +101,8 @@ enum class Act { relu, gelu, gelu_tanh, silu };
 struct Kernels {
   const char* name;
   void (*plain)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);
-  void (*packed)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);  // n0 a multiple of kPanel
+  // n0 and `next` multiples of kPanel; next: the output to be multiplied after these, whose weights may be asked for early; -1: unknown.
+  void (*packed)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next);
   Rows bf16_form;  // of x, for `packed` with bfloat16 weights
   int tile_rows;  // most rows of a tile
   // One tile: `rows` <= tile rows of K numbers, to [width][tile] float32.

@@ -56,7 +56,7 @@ void run_decoded(const CodesArgs& c, const LinearArgs& a, int64_t M, int64_t N, 
       int64_t m0 = i / panels * block, m1 = std::min(m0 + block, M), n = i % panels * kPanel, count = std::min(kPanel, N - n);
       k->unpack(c, i % panels, to_bf16, weight);
       part.out = sums - m0 * kPanel;
-      k->packed(part, m0, m1, 0, kPanel);
+      k->packed(part, m0, m1, 0, kPanel, -1);
       for (int64_t m = m0; m < m1; ++m) k->store_numbers(a, sums + (m - m0) * kPanel, m, n, count);
     }
   });
@@ -120,9 +120,9 @@ void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t
   if (!M) return;
   Rows form = form_of(d);
   int64_t block = give_rows(a, form, x, ldx, M, w.in, c.width, &c);
-  if (form == Rows::half_tiles) return spread(M, w.out, c.width, block, 2, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1) { k->half_codes(c, a, m0, m1, n0, n1); });
+  if (form == Rows::half_tiles) return spread(M, w.out, c.width, block, 2, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t) { k->half_codes(c, a, m0, m1, n0, n1); });
   if (!a.tile || M > k->few_rows) return run_decoded(c, a, M, w.out, block);
-  spread(M, w.out, c.width, M, 2, [&](int64_t, int64_t, int64_t n0, int64_t n1) { k->codes(c, a, n0, n1); });
+  spread(M, w.out, c.width, M, 2, [&](int64_t, int64_t, int64_t n0, int64_t n1, int64_t) { k->codes(c, a, n0, n1); });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {

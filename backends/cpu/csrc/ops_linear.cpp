@@ -118,7 +118,7 @@ Tensor linear(const Tensor& x_in, const Tensor& weight, const OptionalTensor& bi
   a.bias = checked_bias(bias ? &*bias : nullptr, a.dtype, N);
   Tensor out = new_out(x, N, out_f32);
   a.out = out.mutable_data_ptr();
-  spread(M, N, K, kBlock, 2, [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1) { k->plain(a, m0, m1, n0, n1); });
+  spread(M, N, K, kBlock, 2, [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t) { k->plain(a, m0, m1, n0, n1); });
   return out;
 }
 
@@ -157,8 +157,8 @@ const float* tiled(const void* x, Dtype d, int64_t M, int64_t K, int64_t ldx, in
 // x in tiles of halves for dense weights, or for codes; the rows' scales follow them, then the sums of runs.
 void half_tiles(LinearArgs& a, const bf16* x, int64_t M, int64_t K, int64_t ldx, int64_t width, const CodesArgs* c, std::vector<uint32_t>& buffer) {
   bool is_twice = c && c->bits == 8, has_offsets = c && (c->offsets || c->zero != (c->bits == 4 ? 8 : 0));
-  // 32 products of the largest fit binary16: of numbers below 1, codes -8 .. 7, or codes -128 .. 127.
-  int top = !c ? 10 : c->bits == 4 ? 7 : 3;
+  // The products of a run fit binary16: 64 of numbers below 1, 32 of codes -8 .. 7 in a lane, or 32 of codes -128 .. 127.
+  int top = !c ? 9 : c->bits == 4 ? 7 : 3;
   int64_t tile = a.tile, count = (M + tile - 1) / tile, size = (is_twice ? width : width / 2) * tile + kHalfTileGap, runs = has_offsets ? runs_of(*c) : 0;
   if (static_cast<int64_t>(buffer.size()) < count * (size + tile * (1 + runs))) buffer.resize(count * (size + tile * (1 + runs)));
   uint32_t* to = buffer.data();
@@ -224,7 +224,7 @@ PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, in
 void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32) {
   LinearArgs a{d, nullptr, w.panels, w.bias, out, w.in, 0, 0, w.out, out_f32};
   int64_t block = give_rows(a, form_of(d), x, ldx, M, w.in, rounded(w.in, packed_step(d)));
-  spread(M, w.out, w.in, block, group_of(a), [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1) { k->packed(a, m0, m1, n0, n1); });
+  spread(M, w.out, w.in, block, group_of(a), [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next) { k->packed(a, m0, m1, n0, n1, next); });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {

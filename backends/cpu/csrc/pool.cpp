@@ -30,9 +30,9 @@ void relax() {
 class Team {
  public:
 
-  void run(int64_t count, int64_t chunk, int threads, Body body, void* context) {
+  void run(int64_t count, int64_t chunk, int threads, bool ahead, Body body, void* context) {
     while (static_cast<int>(workers_.size()) < threads - 1) workers_.emplace_back([this] { work(); });
-    body_ = body, context_ = context, count_ = count, chunk_ = chunk;
+    body_ = body, context_ = context, count_ = count, chunk_ = chunk, ahead_ = ahead;
     next_.store(0, std::memory_order_relaxed);
     gate_.store(kSeat * static_cast<uint32_t>(threads - 1), std::memory_order_release);
     generation_.fetch_add(1, std::memory_order_seq_cst);
@@ -46,11 +46,12 @@ class Team {
 
  private:
   void claim() {
-    for (;;) {
-      int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
-      if (begin >= count_) return;
-      int64_t end = begin + chunk_;
-      body_(context_, begin, end < count_ ? end : count_);
+    auto take = [&] { return next_.fetch_add(chunk_, std::memory_order_relaxed); };
+    auto bounded = [&](int64_t i) { return i < count_ ? i : count_; };
+    for (int64_t begin = take(), next; begin < count_; begin = next) {
+      if (ahead_) next = take();
+      body_(context_, begin, bounded(begin + chunk_), ahead_ ? bounded(next) : count_);
+      if (!ahead_) next = take();
     }
   }
 
@@ -94,6 +95,7 @@ class Team {
   Body body_ = nullptr;
   void* context_ = nullptr;
   int64_t count_ = 0, chunk_ = 1;
+  bool ahead_ = false;
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<uint32_t> gate_{kShut};
   alignas(64) std::atomic<uint32_t> generation_{0};
@@ -112,10 +114,10 @@ void after_fork() {
 
 }  // namespace
 
-void run(int64_t count, int64_t chunk, int threads, Body body, void* context) {
+void run(int64_t count, int64_t chunk, int threads, bool ahead, Body body, void* context) {
   if (count <= 0) return;
   if (threads <= 1 || count <= chunk || inside || !busy->try_lock()) {
-    body(context, 0, count);
+    body(context, 0, count, count);
     return;
   }
   std::lock_guard<std::mutex> hold(*busy, std::adopt_lock);
@@ -124,7 +126,7 @@ void run(int64_t count, int64_t chunk, int threads, Body body, void* context) {
     team = new Team;
   }
   inside = true;
-  team->run(count, chunk, threads, body, context);
+  team->run(count, chunk, threads, ahead, body, context);
   inside = false;
 }
 

@@ -4,18 +4,26 @@
 // in the kernel. Work is claimed item by item: a thread that loses its core delays one item, not the whole operation.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 namespace pool {
 
-using Body = void (*)(void* context, int64_t begin, int64_t end);
+// `next`: where the range begins that this thread does next, `count` if there is none or it is not known.
+using Body = void (*)(void* context, int64_t begin, int64_t end, int64_t next);
 
 // Calls body over disjoint ranges that cover [0, count), at most `chunk` items each, on up to `threads` threads; returns
-// when all are done. Nested and concurrent calls run on the caller's thread alone. `body` must not throw.
-void run(int64_t count, int64_t chunk, int threads, Body body, void* context);
+// when all are done. Nested and concurrent calls run on the caller's thread alone. `body` must not throw. `ahead`: a thread claims a range
+// while it still has one, so that `next` is known.
+void run(int64_t count, int64_t chunk, int threads, bool ahead, Body body, void* context);
 
-// The same over a callable (begin, end).
+// The same over a callable (begin, end), or (begin, end, next), which claims ahead.
 template <class F> void parallel(int64_t count, int64_t chunk, int threads, const F& f) {
-  run(count, chunk, threads, [](void* c, int64_t b, int64_t e) { (*static_cast<const F*>(c))(b, e); }, const_cast<void*>(static_cast<const void*>(&f)));
+  constexpr bool ahead = std::is_invocable_v<const F&, int64_t, int64_t, int64_t>;
+  auto body = [](void* c, int64_t begin, int64_t end, int64_t next) {
+    const F& g = *static_cast<const F*>(c);
+    if constexpr (ahead) g(begin, end, next); else g(begin, end);
+  };
+  run(count, chunk, threads, ahead, body, const_cast<void*>(static_cast<const void*>(&f)));
 }
 
 }  // namespace pool

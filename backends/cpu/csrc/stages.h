@@ -24,16 +24,18 @@ Rows form_of(Dtype d);  // what `packed` takes rows of `d` as
 // thread. Returns the rows of a block.
 int64_t give_rows(LinearArgs& a, Rows form, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width, const CodesArgs* codes = nullptr);
 
-// f(m0, m1, n0, n1) for blocks of at most `block` rows times some of `group` panels of outputs.
+// f(m0, m1, n0, n1, next) for blocks of at most `block` rows times some of `group` panels of outputs; `next` is the output at which this
+// thread goes on, -1 if it does not.
 template <class F> void spread(int64_t M, int64_t N, int64_t K, int64_t block, int64_t group, const F& f) {
   int64_t panels = (N + kPanel - 1) / kPanel, blocks = (M + block - 1) / block;
   int threads = threads_for(M * N * K);
   int64_t chunk = panels * blocks / (threads * 8), whole = threads == 1 ? panels * blocks : chunk > group ? chunk / group * group : group;
-  pool::parallel(panels * blocks, whole, threads, [&](int64_t begin, int64_t end) {
+  pool::parallel(panels * blocks, whole, threads, [&](int64_t begin, int64_t end, int64_t next) {
     while (begin < end) {  // panels of one block of rows are done together
       int64_t m = begin / panels, p0 = begin % panels, p1 = p0 + (end - begin) < panels ? p0 + (end - begin) : panels;
-      f(m * block, (m + 1) * block < M ? (m + 1) * block : M, p0 * kPanel, p1 * kPanel < N ? p1 * kPanel : N);
       begin += p1 - p0;
+      int64_t then = begin < end ? begin : next;
+      f(m * block, (m + 1) * block < M ? (m + 1) * block : M, p0 * kPanel, p1 * kPanel < N ? p1 * kPanel : N, then < panels * blocks ? then % panels * kPanel : -1);
     }
   });
 }
