@@ -14,15 +14,15 @@ DECLARE(isa_avx2)
 DECLARE(isa_avx512)
 #ifdef OARLOCK_FP16
 namespace isa_fp16 {
-void packed_of_halves(const LinearArgs&, int64_t, int64_t, int64_t, int64_t, int64_t);
+void packed_of_halves(const LinearArgs&, int64_t, int64_t, int64_t, int64_t, const void*);
 void pack_half_panel(const bf16*, int64_t, int64_t, int64_t, uint16_t*);
-void pack_half_rows(const bf16*, int64_t, int64_t, int64_t, int64_t, int64_t, int, bool, uint32_t*, float*);
-void half_run_sums(const CodesArgs&, const bf16*, int64_t, int64_t, int64_t, int64_t, const float*, float*);
-void half_codes(const CodesArgs&, const LinearArgs&, int64_t, int64_t, int64_t, int64_t);
+void half_unpack(const CodesArgs&, int64_t, uint16_t*);
+void pack_half_rows(const bf16*, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*, float*);
+void half_codes(const CodesArgs&, const LinearArgs&, int64_t, int64_t);
 }
 #endif
 namespace isa_amx {
-void packed_on_tiles(const LinearArgs&, int64_t, int64_t, int64_t, int64_t, int64_t);
+void packed_on_tiles(const LinearArgs&, int64_t, int64_t, int64_t, int64_t, const void*);
 bool tiles_work();
 }
 #endif
@@ -49,7 +49,7 @@ Kernels with_halves() {
   k.bf16_form = Rows::half_tiles;
   k.pack_half_panel = isa_fp16::pack_half_panel;
   k.pack_half_rows = isa_fp16::pack_half_rows;
-  k.half_run_sums = isa_fp16::half_run_sums;
+  k.half_unpack = isa_fp16::half_unpack;
   k.half_codes = isa_fp16::half_codes;
   return k;
 }

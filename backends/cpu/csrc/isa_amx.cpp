@@ -97,7 +97,7 @@ void packed_bf16(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_
 
 }  // namespace
 
-void packed_on_tiles(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t) {
+void packed_on_tiles(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1, const void*) {
   if (a.dtype == Dtype::bf16) packed_bf16(a, m0, m1, n0, n1); else packed_typed<float>(a, m0, m1, n0, n1);
 }
 

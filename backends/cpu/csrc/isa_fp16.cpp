@@ -3,9 +3,8 @@
 //
 // What binary16 cannot hold is kept out of its way: each row of x, and each output of a dense w, is multiplied by a power of two that
 // brings its largest number to [2^8, 2^9), and to [1/2, 1). A bfloat16 then loses bits only where it is 2^-17 of the largest beside it.
-// Codes of 4 or 8 bits are binary16 numbers as they are. A lane sums 64 products in binary16 (32 of 8 bits), at most 2^15; such runs are
-// added in float32, those of codes times their group's scale. The order depends on nothing but K and the groups, so a row's bits do not depend
-// on the others here either.
+// A lane sums 64 products in binary16, at most 2^15; such runs are added in float32. Codes of 4 or 8 bits become the numbers of such a w. The
+// order depends on nothing but K, so a row's bits do not depend on the others here either.
 #define OARLOCK_ISA isa_fp16
 #define OARLOCK_NAME "avx512_fp16"
 #define OARLOCK_LANES 16
@@ -105,9 +104,9 @@ void pack_half_panel(const bf16* w, int64_t ldw, int64_t outputs, int64_t K, uin
   }
 }
 
-// One tile of x, kHalfTileGap units longer than [width / 2][tile] units of two numbers, or `twice`, [width][tile] of one number twice;
-// and what the sums of each row are to be multiplied by.
-void pack_half_rows(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, int top, bool twice, uint32_t* out, float* back) {
+// One tile of x, [width / 2][tile] units of two numbers and kHalfTileGap units, and what the sums of each row are to be multiplied by.
+void pack_half_rows(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, uint32_t* out, float* back) {
+  constexpr int top = 9;  // 64 products with numbers below 1 fit
   __m512 power[kRows];
   for (int64_t r = 0; r < rows; ++r) {
     float p = power_for(largest_of(x + r * ldx, K), top);
@@ -115,24 +114,15 @@ void pack_half_rows(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int6
     back[r] = 1.f / p;
   }
   for (int64_t k = 0; k < width; k += 32) {
-    __m512i part[2][16] = {};
-    for (int64_t r = 0; r < rows; ++r) {
-      __m512i v = to_halves(x + r * ldx + k, K - k, power[r]);
-      if (!twice) part[0][r] = v;
-      else for (int i = 0; i < 2; ++i) {
-        __m512i wide = _mm512_cvtepu16_epi32(i ? _mm512_extracti64x4_epi64(v, 1) : _mm512_castsi512_si256(v));
-        part[i][r] = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
-      }
+    __m512i part[16] = {};
+    for (int64_t r = 0; r < rows; ++r) part[r] = to_halves(x + r * ldx + k, K - k, power[r]);
+    if (tile == 1) {
+      _mm512_storeu_si512(out, part[0]);
+      out += 16;
+      continue;
     }
-    for (int i = 0; i <= twice; ++i) {
-      if (tile == 1) {
-        _mm512_storeu_si512(out, part[i][0]);
-        out += 16;
-        continue;
-      }
-      transpose(part[i]);
-      for (int u = 0; u < 16; ++u, out += tile) _mm512_storeu_si512(out, part[i][u]);  // the next overwrites what is too much
-    }
+    transpose(part);
+    for (int u = 0; u < 16; ++u, out += tile) _mm512_storeu_si512(out, part[u]);  // the next overwrites what is too much
   }
 }
 
@@ -165,6 +155,19 @@ template <int MR, int NV> struct Run {
   }
   INLINE_MEMBER vf half(int i, int h) const { return (vf)_mm512_cvtxph_ps(_mm256_load_ph(held + i * 32 + 16 * h)); }
 };
+
+// sums [MR][NV][32] += a run, or are the first.
+template <int MR, int NV> INLINE void add_run(const Run<MR, NV>& run, bool is_first, float* sums) {
+  if (is_first) {
+    for (int i = 0; i < MR * NV; ++i) store(sums + i * 32, run.half(i, 0)), store(sums + i * 32 + 16, run.half(i, 1));
+    return;
+  }
+  #pragma GCC unroll 4
+  for (int i = 0; i < MR * NV; ++i) {
+    store(sums + i * 32, load(sums + i * 32) + run.half(i, 0));
+    store(sums + i * 32 + 16, load(sums + i * 32 + 16) + run.half(i, 1));
+  }
+}
 
 // 16 outputs' sums, of both numbers of a unit.
 INLINE vf sum_of_units(const float* sums) {
@@ -206,22 +209,14 @@ template <int MR, int NV, Ask ask> void block(const uint32_t* x, const char* con
       for (int u = 1; u < kDepth; ++u) unit.template operator()<false>(u);
     }
     Run<MR, NV> run(acc);
-    if (d0 == 0) {
-      for (int i = 0; i < MR * NV; ++i) store(sums + i * 32, run.half(i, 0)), store(sums + i * 32 + 16, run.half(i, 1));
-    } else {
-      #pragma GCC unroll 4
-      for (int i = 0; i < MR * NV; ++i) {
-        store(sums + i * 32, load(sums + i * 32) + run.half(i, 0));
-        store(sums + i * 32 + 16, load(sums + i * 32 + 16) + run.half(i, 1));
-      }
-    }
+    add_run(run, d0 == 0, sums);
   }
 }
 
-// Rows [m0, m1) in tiles of MR, times NV tile columns from output n on; `next` comes after them (-1: unknown).
+// Rows [m0, m1) in tiles of MR, times NV tile columns from output n on; `next` is what this thread reads after them (null: unknown).
 // PERF: the first tile waits for memory, the others do not; that they ask for the next columns meanwhile brings a pass of 33 rows over
 // 270 MB of weights from 22.7 to 16.6 ms on two cores of a 4th generation Xeon. Asked into the first level it would be 18.
-template <int MR, int NV> void columns(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n, int64_t n1, int64_t next) {
+template <int MR, int NV> void columns(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n, int64_t n1, const void* next) {
   int64_t depth = (a.K + 31) / 32, panel_bytes = (depth * 2 * kTileUnits + kPanel) * 4, asked = depth * kDepth * 64;  // bytes, one line a unit
   const char *w = static_cast<const char*>(a.w), *tiles[NV];
   vf back[NV];
@@ -231,9 +226,8 @@ template <int MR, int NV> void columns(const LinearArgs& a, int64_t m0, int64_t 
     tiles[j] = panel + column % 2 * kTileUnits * 4;
     back[j] = load(reinterpret_cast<const float*>(panel + panel_bytes) - kPanel + column % 2 * 16);
   }
-  if (n + NV * 16 < n1) next = n + NV * 16;
-  const char* after = w + next / kPanel * panel_bytes;
-  int64_t count = (m1 - m0 + MR - 1) / MR, left = next < 0 ? 0 : NV;  // lines a unit still to be asked for
+  const char* after = n + NV * 16 < n1 ? w + (n + NV * 16) / kPanel * panel_bytes : static_cast<const char*>(next);
+  int64_t count = (m1 - m0 + MR - 1) / MR, left = after ? NV : 0;  // lines a unit still to be asked for
   int64_t lines = count > 1 ? (NV + count - 2) / (count - 1) : 0;
   // Where one tile is all, it asks for the next columns too, as they come after these.
   int64_t past_end = (count == 1 ? panel_bytes * ((NV + 1) / 2) : 0) - depth * 2 * kTileUnits * 4;
@@ -268,7 +262,7 @@ template <int widest, int64_t outputs, class F> INLINE void cut(int64_t n0, int6
   for (; n < end; n += outputs) f.template operator()<1>(n);
 }
 
-template <int MR = kRows> void rows_of(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next) {
+template <int MR = kRows> void rows_of(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1, const void* next) {
   if constexpr (MR > 1) {
     if (a.tile < MR) return rows_of<MR - 1>(a, m0, m1, n0, n1, next);
   }
@@ -277,29 +271,14 @@ template <int MR = kRows> void rows_of(const LinearArgs& a, int64_t m0, int64_t 
 
 // ---- codes ----------------------------------------------------------------------------------------------------------
 //
-// A vector holds one step of 16 outputs and two columns at 4 bits, where a panel is 2 vectors wide, or of 32 outputs and one column at 8
-// bits, where it is one.
+// A code becomes a number of a dense panel: code * scale + offset, times the output's power, rounded once.
 
-constexpr int64_t outputs_of(int bits) { return bits == 4 ? 16 : 32; }
-
-// The 32 halves of step t of eight columns, which begin at `at`.
-template <int bits, int t> INLINE __m512h code_vector(const char* at) {
-  if constexpr (bits == 8) return _mm512_cvtepi16_ph(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + t * 32))));
+// A unit of 16 outputs, two columns of each: step t of eight columns, which begin at `at`.
+template <int bits, int t> INLINE __m512h code_unit(const char* at) {
+  if constexpr (bits == 8) return _mm512_cvtepi16_ph(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + t * 64))));
   // A look-up reads five bits of each lane: the table says every number twice, so that no mask is needed.
   const __m512i table = (__m512i)_mm512_set_ph(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
   return (__m512h)_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(at), 4 * t), table);
-}
-
-template <int bits, int MR, int NV, int t = 0> INLINE void eight_columns(const uint32_t* x, const char* const (&at)[NV], __m512h (&acc)[MR][NV]) {
-  if constexpr (t < (bits == 4 ? 4 : 8)) {
-    __m512h w[NV];
-    for (int j = 0; j < NV; ++j) w[j] = code_vector<bits, t>(at[j]);
-    for (int i = 0; i < MR; ++i) {
-      __m512h xv = (__m512h)_mm512_set1_epi32(static_cast<int>(x[t * MR + i]));
-      for (int j = 0; j < NV; ++j) acc[i][j] = _mm512_fmadd_ph(xv, w[j], acc[i][j]);
-    }
-    eight_columns<bits, MR, NV, t + 1>(x, at, acc);
-  }
 }
 
 INLINE vf numbers_at(const void* table, bool is_half, int64_t at) {
@@ -307,106 +286,137 @@ INLINE vf numbers_at(const void* table, bool is_half, int64_t at) {
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(table) + at)));
 }
 
-// Scales and offsets of one group for both halves of a vector, a lane each; offsets to be added to one lane of an output.
-template <int bits> INLINE void group_numbers(const CodesArgs& c, int64_t at, vf (&s)[2], vf (&o)[2]) {
-  for (int h = 0; h < 2; ++h) {
-    int64_t from = bits == 4 ? at : at + h * 16;
-    s[h] = numbers_at(c.scales, c.is_half, from);
-    o[h] = c.offsets ? numbers_at(c.offsets, c.is_half, from) : s[h] * splat(-c.zero);
-    if (bits == 8) continue;
-    o[h] = fma(s[h], splat(8.f), o[h]);
-    const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), lanes = _mm512_add_epi32(twice, _mm512_set1_epi32(8 * h));
-    s[h] = (vf)_mm512_permutexvar_ps(lanes, (__m512)s[h]);
-    o[h] = (vf)_mm512_maskz_permutexvar_ps(0x5555, lanes, (__m512)o[h]);
+// 16 numbers in binary16, each twice.
+INLINE __m512h for_units(vf v) {
+  const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+  return (__m512h)_mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT)));
+}
+
+// 16 outputs of a panel, walked by eight columns.
+template <int bits, bool has_offsets> struct CodeColumn {
+  static constexpr int64_t kStep = kPanel * bits;  // bytes of eight columns of a panel
+  const char* at;
+  int64_t table;  // of the first group's scale
+  vf power;
+  __m512h scale, offset;
+
+  INLINE_MEMBER void begin(const CodesArgs& c, int64_t column) {
+    int64_t panel = column / 2, half = column % 2;
+    at = static_cast<const char*>(c.panels) + panel * (c.width / 8) * kStep + half * (bits == 4 ? 64 : 32);
+    table = panel * c.groups * kPanel + half * 16;
+    power = load(c.powers + column * 16);
+  }
+  INLINE_MEMBER void group(const CodesArgs& c, int64_t g) {
+    vf s = numbers_at(c.scales, c.is_half, table + g * kPanel);
+    scale = for_units(s * power);
+    if constexpr (has_offsets) {
+      vf o = c.offsets ? numbers_at(c.offsets, c.is_half, table + g * kPanel) : s * splat(-c.zero);
+      offset = for_units((bits == 4 ? fma(s, splat(8.f), o) : o) * power);
+    }
+  }
+  template <int t> INLINE_MEMBER __m512h unit() const {
+    if constexpr (has_offsets) return _mm512_fmadd_ph(code_unit<bits, t>(at), scale, offset);
+    return _mm512_mul_ph(code_unit<bits, t>(at), scale);
+  }
+};
+
+template <class C, int MR, int NV, int t = 0> INLINE void eight_columns(const uint32_t* x, const C (&c)[NV], __m512h (&acc)[MR][NV]) {
+  if constexpr (t < 4) {
+    __m512h w[NV];
+    for (int j = 0; j < NV; ++j) w[j] = c[j].template unit<t>();
+    for (int i = 0; i < MR; ++i) {
+      __m512h xv = (__m512h)_mm512_set1_epi32(static_cast<int>(x[t * MR + i]));
+      for (int j = 0; j < NV; ++j) acc[i][j] = _mm512_fmadd_ph(xv, w[j], acc[i][j]);
+    }
+    eight_columns<C, MR, NV, t + 1>(x, c, acc);
   }
 }
 
-// MR rows times NV vectors from vector `first` on: sums [MR][NV][32].
-template <int bits, int MR, int NV> void codes_block(const CodesArgs& c, const uint32_t* x, const float* run_sums, int64_t first, float* sums) {
-  constexpr int64_t per_panel = kPanel / outputs_of(bits), step = kPanel * bits;  // bytes of eight columns of a panel
-  int64_t panel_bytes = c.width * kPanel * bits / 8;
-  const char* at[NV];
-  for (int j = 0; j < NV; ++j) at[j] = static_cast<const char*>(c.panels) + (first + j) / per_panel * panel_bytes + (first + j) % per_panel * 64;
-  for (int i = 0; i < MR * NV * 2; ++i) store(sums + i * 16, vf{});
-  int64_t k = 0;
-  for (int64_t g = 0; g < c.groups; ++g)
-    while (k < c.ends[g]) {
-      int64_t end = k + code_run(bits) < c.ends[g] ? k + code_run(bits) : c.ends[g];
-      __m512h acc[MR][NV];
-      for (int i = 0; i < MR; ++i)
-        for (int j = 0; j < NV; ++j) acc[i][j] = _mm512_setzero_ph();
-      for (; k < end; k += 8, x += (bits == 4 ? 4 : 8) * MR) {
-        int64_t ahead = k / 8 * step + kCodesAheadBytes < panel_bytes ? kCodesAheadBytes : kCodesAheadBytes + panel_bytes * ((NV + per_panel - 1) / per_panel - 1);
-        eight_columns<bits, MR, NV>(x, at, acc);
-        for (int j = 0; j < NV; ++j, at[j - 1] += step)
-          for (int line = 0; line < (bits == 4 ? 1 : 4); ++line) __builtin_prefetch(at[j] + ahead + line * 64);
-      }
-      Run<MR, NV> run(acc);
-      for (int j = 0; j < NV; ++j) {
-        vf s[2], o[2];
-        group_numbers<bits>(c, ((first + j) / per_panel * c.groups + g) * kPanel + (first + j) % per_panel * 16, s, o);
-        for (int i = 0; i < MR; ++i) {
-          float* to = sums + (i * NV + j) * 32;
-          vf low = fma(run.half(i * NV + j, 0), s[0], load(to)), high = fma(run.half(i * NV + j, 1), s[1], load(to + 16));
-          if (run_sums) low = fma(splat(run_sums[i]), o[0], low), high = fma(splat(run_sums[i]), o[1], high);
-          store(to, low);
-          store(to + 16, high);
-        }
-      }
-      if (run_sums) run_sums += MR;
-    }
-}
-
-template <int bits, int MR, int NV> void code_columns(const CodesArgs& c, const LinearArgs& a, int64_t m0, int64_t m1, int64_t n, int64_t n1) {
-  constexpr int64_t wide = outputs_of(bits) * NV;
+// The rows of the tile times NV tile columns from output n on, as `columns` does with a dense weight.
+template <int bits, bool has_offsets, int MR, int NV> void code_columns(const CodesArgs& c, const LinearArgs& a, int64_t rows, int64_t n, int64_t n1) {
+  using C = CodeColumn<bits, has_offsets>;
+  constexpr int64_t run_columns = kRunDepth * 32;
+  C column[NV];
+  for (int j = 0; j < NV; ++j) column[j].begin(c, n / 16 + j);
   alignas(64) float sums[MR * NV * 32];
-  int64_t outputs = n1 - n < wide ? n1 - n : wide, size = c.width * MR / (bits == 4 ? 2 : 1) + kHalfTileGap, runs = a.run_sums ? runs_of(c) : 0;
-  for (int64_t m = m0; m < m1; m += MR) {
-    codes_block<bits, MR, NV>(c, static_cast<const uint32_t*>(a.x) + m / MR * size, a.run_sums ? a.run_sums + m * runs : nullptr, n / outputs_of(bits), sums);
-    int64_t rows = m1 - m < MR ? m1 - m : MR;
-    for (int64_t i = 0; i < rows; ++i) {
-      constexpr int vectors = bits == 4 ? 1 : 2;  // of outputs, from one of sums
-      vf back = splat(a.row_scales[m + i]), row[NV * vectors];
-      for (int j = 0; j < NV * vectors; ++j) row[j] = (bits == 4 ? sum_of_units(sums + (i * NV + j) * 32) : load(sums + i * NV * 32 + j * 16)) * back;
-      put_row(a, row, m + i, n, outputs);
+  const uint32_t* x = static_cast<const uint32_t*>(a.x);
+  int64_t panel_bytes = c.width / 8 * C::kStep, k = 0, g = 0, group_end = 0;
+  for (int64_t k0 = 0; k0 < c.width; k0 += run_columns) {
+    int64_t end = k0 + run_columns < c.width ? k0 + run_columns : c.width;
+    __m512h acc[MR][NV];
+    for (int i = 0; i < MR; ++i)
+      for (int j = 0; j < NV; ++j) acc[i][j] = _mm512_setzero_ph();
+    for (; k < end; k += 8, x += 4 * MR) {
+      if (k == group_end) {
+        for (int j = 0; j < NV; ++j) column[j].group(c, g);
+        group_end = c.ends[g++];
+      }
+      int64_t ahead = k / 8 * C::kStep + kCodesAheadBytes < panel_bytes ? kCodesAheadBytes : kCodesAheadBytes + panel_bytes * ((NV + 1) / 2 - 1);
+      eight_columns<C, MR, NV>(x, column, acc);
+      for (int j = 0; j < NV; ++j) {
+        column[j].at += C::kStep;
+        for (int line = 0; line < bits / 4; ++line) __builtin_prefetch(column[j].at + ahead + line * (bits == 8 ? 128 : 64));
+      }
     }
+    Run<MR, NV> run(acc);
+    add_run(run, k0 == 0, sums);
+  }
+  int64_t outputs = n1 - n < NV * 16 ? n1 - n : NV * 16;
+  for (int64_t i = 0; i < rows; ++i) {
+    vf row[NV];
+    for (int j = 0; j < NV; ++j) row[j] = sum_of_units(sums + (i * NV + j) * 32) * splat(a.row_scales[i]) * (splat(1.f) / column[j].power);
+    put_row(a, row, i, n, outputs);
   }
 }
 
-template <int bits, int MR = kRows> void codes_of(const CodesArgs& c, const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+INLINE bool has_offsets(const CodesArgs& c) { return c.offsets || c.zero != (c.bits == 4 ? 8 : 0); }
+
+template <int bits, bool has_offsets, int MR = kRows> void codes_of(const CodesArgs& c, const LinearArgs& a, int64_t n0, int64_t n1) {
   if constexpr (MR > 1) {
-    if (a.tile < MR) return codes_of<bits, MR - 1>(c, a, m0, m1, n0, n1);
+    if (a.tile < MR) return codes_of<bits, has_offsets, MR - 1>(c, a, n0, n1);
   }
-  cut<code_columns_of(MR), outputs_of(bits)>(n0, n1, [&]<int NV>(int64_t n) { code_columns<bits, MR, NV>(c, a, m0, m1, n, n1); });
+  cut<code_columns_of(MR), 16>(n0, n1, [&]<int NV>(int64_t n) { code_columns<bits, has_offsets, MR, NV>(c, a, MR, n, n1); });
+}
+
+template <class C, int t = 0> INLINE void store_units(const C& c, uint16_t* to) {
+  if constexpr (t < 4) {
+    _mm512_storeu_ph(to + t * 32, c.template unit<t>());
+    store_units<C, t + 1>(c, to);
+  }
+}
+
+template <int bits, bool has_offsets> void unpack_of(const CodesArgs& c, int64_t panel, uint16_t* to) {
+  for (int half = 0; half < 2; ++half) {
+    CodeColumn<bits, has_offsets> column;
+    column.begin(c, panel * 2 + half);
+    int64_t k = 0;
+    for (int64_t g = 0; g < c.groups; ++g) {
+      column.group(c, g);
+      for (; k < c.ends[g]; k += 8, column.at += column.kStep) store_units(column, to + ((k / 32 * 2 + half) * 16 + k % 32 / 2) * 32);
+    }
+    store(reinterpret_cast<float*>(to + c.width * kPanel) + half * 16, splat(1.f) / column.power);
+  }
+}
+
+// f.operator()<bits, has_offsets>() of these codes.
+template <class F> INLINE void by_kind(const CodesArgs& c, const F& f) {
+  if (c.bits == 4 && has_offsets(c)) f.template operator()<4, true>();
+  else if (c.bits == 4) f.template operator()<4, false>();
+  else if (has_offsets(c)) f.template operator()<8, true>();
+  else f.template operator()<8, false>();
 }
 
 }  // namespace
 
-void half_codes(const CodesArgs& c, const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-  if (c.bits == 4) codes_of<4>(c, a, m0, m1, n0, n1); else codes_of<8>(c, a, m0, m1, n0, n1);
+void half_codes(const CodesArgs& c, const LinearArgs& a, int64_t n0, int64_t n1) {
+  by_kind(c, [&]<int bits, bool offsets>() { codes_of<bits, offsets>(c, a, n0, n1); });
 }
 
-// Of one tile: the sum of x over each run of columns, [runs][tile], each row times what pack_half_rows multiplied it by.
-void half_run_sums(const CodesArgs& c, const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, const float* back, float* out) {
-  int64_t k = 0;
-  for (int64_t g = 0; g < c.groups; ++g)
-    while (k < c.ends[g]) {
-      int64_t end = k + code_run(c.bits) < c.ends[g] ? k + code_run(c.bits) : c.ends[g];
-      for (int64_t r = 0; r < rows; ++r) {
-        vf total = {};
-        for (int64_t i = k; i < end && i < K; i += W) {
-          int64_t n = (end < K ? end : K) - i;
-          total = total + (n < W ? load_some(x + r * ldx + i, n) : load(x + r * ldx + i));
-        }
-        out[r] = sum(total) / back[r];
-      }
-      for (int64_t r = rows; r < tile; ++r) out[r] = 0.f;
-      out += tile;
-      k = end;
-    }
+void half_unpack(const CodesArgs& c, int64_t panel, uint16_t* to) {
+  by_kind(c, [&]<int bits, bool offsets>() { unpack_of<bits, offsets>(c, panel, to); });
 }
 
-void packed_of_halves(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next) {
+void packed_of_halves(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1, const void* next) {
   if (a.dtype == Dtype::bf16) rows_of(a, m0, m1, n0, n1, next); else packed_typed<float>(a, m0, m1, n0, n1);
 }
 

@@ -20,8 +20,7 @@
 enum class Rows {
   f32_tiles,   // float32 in tiles of `tile` rows, each [K][tile], zeros where the rows were rounded up: one step along K reads neighbours
   bf16,        // bfloat16 rows
-  half_tiles,  // tiles of binary16 numbers, two of a row a unit, [K / 2][tile] and kHalfTileGap units, each row times a power of two; for
-               // codes of 8 bits one a unit, said twice, [K][tile]
+  half_tiles,  // tiles of binary16 numbers, two of a row a unit, [K / 2][tile] and kHalfTileGap units, each row times a power of two
 };
 constexpr int64_t kHalfTileGap = 16;
 struct LinearArgs {
@@ -32,7 +31,6 @@ struct LinearArgs {
   bool out_f32;              // out is float32 whatever `dtype` is: the sums are not rounded
   int64_t tile = 0;          // rows of a tile, of `packed` alone: m0 is a multiple
   const float* row_scales = nullptr;  // [rows], with half tiles: what the sums of each are multiplied by
-  const float* run_sums = nullptr;    // with half tiles and codes that have offsets: [tiles][runs][tile], see half_run_sums
 };
 
 // Packed weights, P numbers a unit: [N / 32][K / (16 P)][2][16 units of K][16 outputs], zeros where N or K were rounded up.
@@ -46,26 +44,20 @@ constexpr int64_t packed_step(Dtype d) { return d == Dtype::bf16 ? 32 : 16; }  /
 // there are no offsets, -zero * scale. Many rows multiply that number in float32 (in bfloat16, rounded to nearest even, where x has
 // Rows::bf16), few rows the same number in the same order: so the bits of a row do not depend on how many there are.
 //   panels  [N / 32], each 4 bits: [width / 8][32 outputs] of 32 bits, 8 codes 0 .. 15 of one output: columns 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first
-//                          8 bits: [width][32 outputs] of int8
+//                          8 bits: [width / 2][32 outputs][2 columns] of int8
 //   scales, offsets  [N / 32][groups][32] of float32 or binary16
-// With half tiles the same number is multiplied in another order: runs of at most code_run() columns of one group are summed, code times x,
-// then times the scale, and the offset times the run's sum of x.
+// With half tiles that number is the nearest binary16, and a panel is multiplied as a dense one of half tiles: by few rows as it is decoded,
+// by more after half_unpack. `powers` [N / 32][32] are those of the outputs.
 // Columns were put in order of their groups, each group rounded up to 8 columns and the last to 32 with x = 0 there.
 struct CodesArgs {
   int bits;
   const void *panels, *scales, *offsets;  // offsets may be null
   bool is_half;                           // scales and offsets are binary16
   const int32_t* ends;                    // [groups]: one past the last column of each
+  const float* powers;                    // null where only rows are read
   int64_t groups, width;
   float zero;
 };
-
-constexpr int64_t code_run(int bits) { return bits == 4 ? 64 : 32; }
-static inline int64_t runs_of(const CodesArgs& c) {  // of each file its own: they are compiled for different processors
-  int64_t runs = 0;
-  for (int64_t g = 0; g < c.groups; ++g) runs += (c.ends[g] - (g ? c.ends[g - 1] : 0) + code_run(c.bits) - 1) / code_run(c.bits);
-  return runs;
-}
 
 // Cache layout of one layer, in units of 32 bits (see bf16.h), D the head size rounded up to 16, P elements a unit:
 //   keys    [num_blocks][kv_heads][D / P][block_size]   tokens side by side: one load gives 16 tokens' unit d
@@ -101,17 +93,17 @@ enum class Act { relu, gelu, gelu_tanh, silu };
 struct Kernels {
   const char* name;
   void (*plain)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);
-  // n0 and `next` multiples of kPanel; next: the output to be multiplied after these, whose weights may be asked for early; -1: unknown.
-  void (*packed)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next);
+  // n0 a multiple of kPanel; next: what this thread is to read after these weights and may ask for early, null: unknown.
+  void (*packed)(const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1, const void* next);
   Rows bf16_form;  // of x, for `packed` with bfloat16 weights
   int tile_rows;  // most rows of a tile
   // One tile: `rows` <= tile rows of K numbers, to [width][tile] float32.
   void (*pack_rows)(Dtype, const void* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, float* out);
-  // With half tiles; else null. A panel of row-major w; one tile of x, its rows' largest below 2^top; its sums over runs; the product with codes.
+  // With half tiles; else null. A panel of row-major w, or of codes; one tile of x; the product of at most a tile of rows with codes.
   void (*pack_half_panel)(const bf16* w, int64_t ldw, int64_t outputs, int64_t K, uint16_t* to);
-  void (*pack_half_rows)(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, int top, bool twice, uint32_t* out, float* row_scales);
-  void (*half_run_sums)(const CodesArgs&, const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, const float* row_scales, float* out);
-  void (*half_codes)(const CodesArgs&, const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1);  // m0, n0 as with `packed`
+  void (*half_unpack)(const CodesArgs&, int64_t panel, uint16_t* to);
+  void (*pack_half_rows)(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, uint32_t* out, float* row_scales);
+  void (*half_codes)(const CodesArgs&, const LinearArgs&, int64_t n0, int64_t n1);  // n0 a multiple of kPanel
   int few_rows;   // most rows that `codes` takes
   void (*codes)(const CodesArgs&, const LinearArgs&, int64_t n0, int64_t n1);        // all rows of x, one tile; n0 a multiple of kPanel
   void (*unpack)(const CodesArgs&, int64_t panel, bool to_bf16, void* out);          // one panel as pack_weight leaves it

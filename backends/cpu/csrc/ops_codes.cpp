@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t kRound = 32;  // width is a multiple: what dense packed weights of either dtype need
 
-// Of a panel of 4 bits: where column k of output o lies, in the low half for k % 4 < 2.
-int64_t code_byte(int64_t k, int64_t o) { return (k / 8 * kPanel + o) * 4 + k % 2 * 2 + k % 8 / 4; }
+// Of a panel: where column k of output o lies; of 4 bits in the low half for k % 4 < 2.
+int64_t code_byte(int64_t bits, int64_t k, int64_t o) { return bits == 8 ? (k / 2 * kPanel + o) * 2 + k % 2 : (k / 8 * kPanel + o) * 4 + k % 2 * 2 + k % 8 / 4; }
 
 // codes [N][width], a byte each -> [panels][bytes of a panel].
 Tensor pack_codes(const Tensor& codes, int64_t bits) {
@@ -27,8 +27,8 @@ Tensor pack_codes(const Tensor& codes, int64_t bits) {
       for (int64_t o = 0; o < kPanel && p * kPanel + o < N; ++o) {
         const uint8_t* row = from + (p * kPanel + o) * width;
         for (int64_t k = 0; k < width; ++k) {
-          if (bits == 8) panel[k * kPanel + o] = row[k];
-          else panel[code_byte(k, o)] |= static_cast<uint8_t>((row[k] & 15) << (k % 4 / 2 * 4));
+          if (bits == 8) panel[code_byte(8, k, o)] = row[k];
+          else panel[code_byte(4, k, o)] |= static_cast<uint8_t>((row[k] & 15) << (k % 4 / 2 * 4));
         }
       }
     }
@@ -40,6 +40,25 @@ Tensor pack_codes(const Tensor& codes, int64_t bits) {
 float* scratch_of(std::vector<float>& buffer, int64_t floats) {
   if (static_cast<int64_t>(buffer.size()) < floats + 16) buffer.resize(floats + 16);
   return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffer.data()) + 63) / 64 * 64);
+}
+
+// Each panel is decoded for a block of rows, and multiplied as a dense one of half tiles.
+void run_half_decoded(const CodesArgs& c, const LinearArgs& a, int64_t M, int64_t N, int64_t block) {
+  const char* panels = static_cast<const char*>(c.panels);
+  int64_t panel_bytes = c.width * kPanel * c.bits / 8, bias_size = size_of(a.dtype), out_size = a.out_f32 ? 4 : size_of(a.dtype);
+  spread(M, N, c.width, block, 2, [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next) {
+    static thread_local std::vector<float> buffer;
+    uint16_t* weight = reinterpret_cast<uint16_t*>(scratch_of(buffer, c.width * kPanel / 2 + kPanel));
+    LinearArgs part = a;
+    part.w = weight;
+    for (int64_t n = n0; n < n1; n += kPanel) {
+      int64_t then = n + kPanel < n1 ? n + kPanel : next;
+      k->half_unpack(c, n / kPanel, weight);
+      part.bias = a.bias ? static_cast<const char*>(a.bias) + n * bias_size : nullptr;
+      part.out = static_cast<char*>(a.out) + n * out_size;
+      k->packed(part, m0, m1, 0, std::min(kPanel, n1 - n), then < 0 ? nullptr : panels + then / kPanel * panel_bytes);
+    }
+  });
 }
 
 // Each panel is decoded for a block of rows, and multiplied as a dense one.
@@ -56,24 +75,24 @@ void run_decoded(const CodesArgs& c, const LinearArgs& a, int64_t M, int64_t N, 
       int64_t m0 = i / panels * block, m1 = std::min(m0 + block, M), n = i % panels * kPanel, count = std::min(kPanel, N - n);
       k->unpack(c, i % panels, to_bf16, weight);
       part.out = sums - m0 * kPanel;
-      k->packed(part, m0, m1, 0, kPanel, -1);
+      k->packed(part, m0, m1, 0, kPanel, nullptr);
       for (int64_t m = m0; m < m1; ++m) k->store_numbers(a, sums + (m - m0) * kPanel, m, n, count);
     }
   });
 }
 
-Tensor linear_codes(const Tensor& x_in, const Tensor& panels, const Tensor& scales, const OptionalTensor& offsets, const Tensor& ends, int64_t bits, int64_t N, double zero,
+Tensor linear_codes(const Tensor& x_in, const Tensor& panels, const Tensor& scales, const OptionalTensor& offsets, const Tensor& ends, const Tensor& powers, int64_t bits, int64_t N, double zero,
                     const OptionalTensor& bias, bool out_f32) {
   Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
   Tensor out = new_like(x, {x.size(0), N}, out_f32 ? std::optional(ScalarType::Float) : std::nullopt);
   Dtype d = dtype_of(x, "x");
-  run_codes(code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, bits, zero, bias ? &*bias : nullptr, d, x.size(1), N), d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr(), out_f32);
+  run_codes(code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, &powers, bits, zero, bias ? &*bias : nullptr, d, x.size(1), N), d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr(), out_f32);
   return out;
 }
 
 // Rows `ids` of a weight of codes, [ids][width] float32.
 Tensor code_rows(const Tensor& ids, const Tensor& panels, const Tensor& scales, const OptionalTensor& offsets, const Tensor& ends, int64_t bits, int64_t N, double zero) {
-  CodesArgs c = code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, bits, zero, nullptr, Dtype::f32, 0, N).codes;
+  CodesArgs c = code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, nullptr, bits, zero, nullptr, Dtype::f32, 0, N).codes;
   const int32_t* at = checked_ids(ids, N);
   Tensor out = new_like(panels, {ids.numel(), c.width}, ScalarType::Float);
   float* to = static_cast<float*>(out.mutable_data_ptr());
@@ -85,7 +104,7 @@ Tensor code_rows(const Tensor& ids, const Tensor& panels, const Tensor& scales, 
       int64_t scale = (panel * c.groups + g) * kPanel + o;
       float s = number(c.scales, scale), offset = c.offsets ? number(c.offsets, scale) : s * -c.zero;
       for (; k < c.ends[g]; ++k) {
-        int code = bits == 8 ? static_cast<int8_t>(from[k * kPanel + o]) : from[code_byte(k, o)] >> (k % 4 / 2 * 4) & 15;
+        int byte = from[code_byte(bits, k, o)], code = bits == 8 ? static_cast<int8_t>(byte) : byte >> (k % 4 / 2 * 4) & 15;
         to[i * c.width + k] = std::fma(static_cast<float>(code), s, offset);
       }
     }
@@ -95,7 +114,7 @@ Tensor code_rows(const Tensor& ids, const Tensor& panels, const Tensor& scales, 
 
 }  // namespace
 
-CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out) {
+CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, const Tensor* powers, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out) {
   bool is_half = scales.scalar_type() == ScalarType::Half;
   int64_t groups = ends.numel(), rows = (out + kPanel - 1) / kPanel;
   const int32_t* last = ints(ends, "ends");
@@ -106,8 +125,9 @@ CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor*
   for (const Tensor* t : {&scales, offsets})
     STD_TORCH_CHECK(!t || (t->is_contiguous() && t->numel() == rows * groups * kPanel && t->scalar_type() == (is_half ? ScalarType::Half : ScalarType::Float)),
                     "linear_codes: scales and offsets must be [panels, groups, 32] of one dtype, float32 or float16");
+  STD_TORCH_CHECK(!powers || powers->numel() == rows * kPanel, "linear_codes: powers must be [panels, 32]");
   CodeLinear found;
-  found.codes = {static_cast<int>(bits), panels.const_data_ptr(), scales.const_data_ptr(), offsets ? offsets->const_data_ptr() : nullptr, is_half, last, groups, width, static_cast<float>(zero)};
+  found.codes = {static_cast<int>(bits), panels.const_data_ptr(), scales.const_data_ptr(), offsets ? offsets->const_data_ptr() : nullptr, is_half, last, powers ? floats(*powers, "powers") : nullptr, groups, width, static_cast<float>(zero)};
   found.bias = checked_bias(bias, d, out);
   found.in = in, found.out = out;
   return found;
@@ -119,14 +139,15 @@ void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t
   LinearArgs a{d, nullptr, nullptr, w.bias, out, c.width, 0, 0, w.out, out_f32};
   if (!M) return;
   Rows form = form_of(d);
-  int64_t block = give_rows(a, form, x, ldx, M, w.in, c.width, &c);
-  if (form == Rows::half_tiles) return spread(M, w.out, c.width, block, 2, [&](int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t) { k->half_codes(c, a, m0, m1, n0, n1); });
+  int64_t block = give_rows(a, form, x, ldx, M, w.in, c.width);
+  if (form == Rows::half_tiles && M > a.tile) return run_half_decoded(c, a, M, w.out, block);
+  if (form == Rows::half_tiles) return spread(M, w.out, c.width, M, 2, [&](int64_t, int64_t, int64_t n0, int64_t n1, int64_t) { k->half_codes(c, a, n0, n1); });
   if (!a.tile || M > k->few_rows) return run_decoded(c, a, M, w.out, block);
   spread(M, w.out, c.width, M, 2, [&](int64_t, int64_t, int64_t n0, int64_t n1, int64_t) { k->codes(c, a, n0, n1); });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
-  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero, Tensor? bias, bool out_f32) -> Tensor");
+  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, Tensor powers, int bits, int out_size, float zero, Tensor? bias, bool out_f32) -> Tensor");
   m.def("pack_codes(Tensor codes, int bits) -> Tensor");
   m.def("code_rows(Tensor ids, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero) -> Tensor");
 }

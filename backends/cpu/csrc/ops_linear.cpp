@@ -154,23 +154,15 @@ const float* tiled(const void* x, Dtype d, int64_t M, int64_t K, int64_t ldx, in
   return to;
 }
 
-// x in tiles of halves for dense weights, or for codes; the rows' scales follow them, then the sums of runs.
-void half_tiles(LinearArgs& a, const bf16* x, int64_t M, int64_t K, int64_t ldx, int64_t width, const CodesArgs* c, std::vector<uint32_t>& buffer) {
-  bool is_twice = c && c->bits == 8, has_offsets = c && (c->offsets || c->zero != (c->bits == 4 ? 8 : 0));
-  // The products of a run fit binary16: 64 of numbers below 1, 32 of codes -8 .. 7 in a lane, or 32 of codes -128 .. 127.
-  int top = !c ? 9 : c->bits == 4 ? 7 : 3;
-  int64_t tile = a.tile, count = (M + tile - 1) / tile, size = (is_twice ? width : width / 2) * tile + kHalfTileGap, runs = has_offsets ? runs_of(*c) : 0;
-  if (static_cast<int64_t>(buffer.size()) < count * (size + tile * (1 + runs))) buffer.resize(count * (size + tile * (1 + runs)));
+// x in tiles of halves; the rows' scales follow them.
+void half_tiles(LinearArgs& a, const bf16* x, int64_t M, int64_t K, int64_t ldx, int64_t width, std::vector<uint32_t>& buffer) {
+  int64_t tile = a.tile, count = (M + tile - 1) / tile, size = width / 2 * tile + kHalfTileGap;
+  if (static_cast<int64_t>(buffer.size()) < count * (size + tile)) buffer.resize(count * (size + tile));
   uint32_t* to = buffer.data();
-  float *scales = reinterpret_cast<float*>(to + count * size), *sums = scales + count * tile;
-  a.x = to, a.row_scales = scales, a.run_sums = runs ? sums : nullptr;
+  float* scales = reinterpret_cast<float*>(to + count * size);
+  a.x = to, a.row_scales = scales;
   pool::parallel(count, 1, threads_for(M * K), [&, k = kernels()](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      const bf16* from = x + t * tile * ldx;
-      int64_t rows = std::min(tile, M - t * tile);
-      k->pack_half_rows(from, ldx, rows, tile, K, width, top, is_twice, to + t * size, scales + t * tile);
-      if (runs) k->half_run_sums(*c, from, ldx, rows, tile, K, scales + t * tile, sums + t * tile * runs);
-    }
+    for (int64_t t = begin; t < end; ++t) k->pack_half_rows(x + t * tile * ldx, ldx, std::min(tile, M - t * tile), tile, K, width, to + t * size, scales + t * tile);
   });
 }
 
@@ -200,7 +192,7 @@ const void* checked_bias(const Tensor* bias, Dtype d, int64_t N) {
   return bias->const_data_ptr();
 }
 
-int64_t give_rows(LinearArgs& a, Rows form, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width, const CodesArgs* codes) {
+int64_t give_rows(LinearArgs& a, Rows form, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width) {
   static thread_local std::vector<float> wide;
   static thread_local std::vector<uint32_t> halves;
   static thread_local std::vector<bf16> narrow;
@@ -209,7 +201,7 @@ int64_t give_rows(LinearArgs& a, Rows form, const void* x, int64_t ldx, int64_t 
     return kBlock;
   }
   a.tile = tile_of(M);
-  if (form == Rows::half_tiles) half_tiles(a, static_cast<const bf16*>(x), M, K, ldx, width, codes, halves);
+  if (form == Rows::half_tiles) half_tiles(a, static_cast<const bf16*>(x), M, K, ldx, width, halves);
   else a.x = tiled(x, a.dtype, M, K, ldx, width, a.tile, wide);
   return std::max<int64_t>(1, kBlock / a.tile) * a.tile;
 }
@@ -218,13 +210,16 @@ PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, in
   bool is_half = form_of(d) == Rows::half_tiles;
   STD_TORCH_CHECK((is_half ? panels.scalar_type() == ScalarType::Half : dtype_of(panels, "weight") == d) && panels.is_contiguous() && panels.size(1) == panel_size(d, is_half, in) && panels.size(0) == rounded(out, kPanel) / kPanel,
                   "linear: x [num_tokens, in] does not fit the packed weight");
-  return {panels.const_data_ptr(), checked_bias(bias, d, out), in, out};
+  return {panels.const_data_ptr(), checked_bias(bias, d, out), in, out, panels.size(1) * size_of(d)};
 }
 
 void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32) {
   LinearArgs a{d, nullptr, w.panels, w.bias, out, w.in, 0, 0, w.out, out_f32};
   int64_t block = give_rows(a, form_of(d), x, ldx, M, w.in, rounded(w.in, packed_step(d)));
-  spread(M, w.out, w.in, block, group_of(a), [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next) { k->packed(a, m0, m1, n0, n1, next); });
+  const char* panels = static_cast<const char*>(w.panels);
+  spread(M, w.out, w.in, block, group_of(a), [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next) {
+    k->packed(a, m0, m1, n0, n1, next < 0 ? nullptr : panels + next / kPanel * w.panel_bytes);
+  });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {

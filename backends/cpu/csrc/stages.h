@@ -9,7 +9,7 @@
 
 struct PackedLinear {
   const void *panels = nullptr, *bias = nullptr;  // bias may be null
-  int64_t in = 0, out = 0;
+  int64_t in = 0, out = 0, panel_bytes = 0;
 };
 
 // A weight of `d` as pack_weight leaves it, [out, in] before; `bias` may be null.
@@ -22,7 +22,7 @@ Rows form_of(Dtype d);  // what `packed` takes rows of `d` as
 
 // Sets a.x, and what belongs to it, to rows x of a.dtype in a form, K of `width` numbers each. They hold until the next call on this
 // thread. Returns the rows of a block.
-int64_t give_rows(LinearArgs& a, Rows form, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width, const CodesArgs* codes = nullptr);
+int64_t give_rows(LinearArgs& a, Rows form, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width);
 
 // f(m0, m1, n0, n1, next) for blocks of at most `block` rows times some of `group` panels of outputs; `next` is the output at which this
 // thread goes on, -1 if it does not.
@@ -50,7 +50,7 @@ struct CodeLinear {
   int64_t in, out;
 };
 
-CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out);
+CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, const Tensor* powers, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out);
 // out [M][w.out], of `d` or float32.
 void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
 

@@ -8,7 +8,7 @@
 namespace OARLOCK_ISA {
 namespace {
 
-void packed(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t) {
+void packed(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1, const void*) {
   if (a.dtype == Dtype::bf16) packed_typed<bf16>(a, m0, m1, n0, n1); else packed_typed<float>(a, m0, m1, n0, n1);
 }
 

@@ -28,6 +28,7 @@ class PackedCodes:
     scales: torch.Tensor  # [ceil(out / 32), groups, 32] float16 where that keeps every bit, else float32
     offsets: torch.Tensor | None  # as scales; None: -zero * scale
     ends: torch.Tensor  # [groups] int32
+    powers: torch.Tensor  # [ceil(out / 32), 32] float32: the power of two that brings an output's largest number to [1/2, 1)
     order: torch.Tensor | None  # [width] int64: which column of x each is, one past the last for none; None: as they are
     bits: int
     zero: float
@@ -58,11 +59,19 @@ def _packed(codes: torch.Tensor, weight: dict[str, torch.Tensor], bits: int, zer
     else:
         codes = torch.nn.functional.pad(codes, (0, 1))[:, order.clamp(max=codes.shape[1])]
     offsets = -weight["zeros"].float() * scales if "zeros" in weight else weight.get("offsets")
+    powers = _powers(scales, scales * -zero if offsets is None else offsets, bits)
     tables = [t for t in (scales, offsets) if t is not None]
     if all(torch.equal(t.half().float(), t) for t in tables):
         tables = [t.half() for t in tables]
     tables = [_by_panel(t) for t in tables]
-    return PackedCodes(_pack(codes.contiguous(), bits), tables[0], tables[1] if offsets is not None else None, ends, order, bits, zero, out_size, in_size)
+    return PackedCodes(_pack(codes.contiguous(), bits), tables[0], tables[1] if offsets is not None else None, ends, powers, order, bits, zero, out_size, in_size)
+
+
+def _powers(scales: torch.Tensor, offsets: torch.Tensor, bits: int) -> torch.Tensor:
+    low, high = (0, 15) if bits == 4 else (-128, 127)
+    largest = torch.maximum((low * scales + offsets).abs(), (high * scales + offsets).abs()).amax(1)
+    exponents = torch.frexp(largest).exponent.clamp(-120, 120)
+    return _by_panel(torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, -exponents, 0))[:, None]).flatten(1)
 
 
 def _by_panel(table: torch.Tensor) -> torch.Tensor:
@@ -100,7 +109,7 @@ def multiply(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, ou
     """A linear whose sums may be kept in float32."""
     if weight.order is not None:
         x = torch.nn.functional.pad(x, (0, 1))[:, weight.order]
-    return _linear(x, weight.panels, weight.scales, weight.offsets, weight.ends, weight.bits, weight.out_size, weight.zero, bias, out_f32)
+    return _linear(x, weight.panels, weight.scales, weight.offsets, weight.ends, weight.powers, weight.bits, weight.out_size, weight.zero, bias, out_f32)
 
 
 def rows(ids: torch.Tensor, weight: PackedCodes) -> torch.Tensor:

@@ -46,9 +46,9 @@ def test_against_the_reference(codes, linear_isa, case, scheme, dtype, rows):
     want = getattr(schemes, f"linear_{scheme}")(x.double(), weight, bias.double())
     got = codes.linear(x, packed, bias)
     assert got.dtype == dtype and got.shape == want.shape
-    head = codes.multiply(x, packed, bias, True)  # not rounded, but for runs of binary16 products
+    head = codes.multiply(x, packed, bias, True)  # not rounded, but for runs of binary16 products, which cost as much
     assert head.dtype == torch.float32
-    assert error(head, want) < (2e-6 if dtype == torch.bfloat16 and linear_isa in ("avx512_fp16", "amx") else 1e-12)
+    assert error(head, want) < (4e-6 if dtype == torch.bfloat16 and linear_isa in ("avx512_fp16", "amx") else 1e-12)
     assert error(got, want) < (1e-5 if dtype == torch.bfloat16 else 1e-12)
 
 
@@ -84,9 +84,9 @@ def test_what_does_not_fit_is_refused(codes):
     with pytest.raises(RuntimeError, match="does not fit the packed codes"):
         codes.linear(torch.zeros(1, 97), packed)
     with pytest.raises(RuntimeError, match="ascending multiples of 8"):
-        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales, None, torch.tensor([32, 36, 96], dtype=torch.int32), 4, 64, 8.0, None, False)
+        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales, None, torch.tensor([32, 36, 96], dtype=torch.int32), packed.powers, 4, 64, 8.0, None, False)
     with pytest.raises(RuntimeError, match="one dtype"):
-        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales.double(), None, packed.ends, 4, 64, 8.0, None, False)
+        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales.double(), None, packed.ends, packed.powers, 4, 64, 8.0, None, False)
 
 
 @pytest.mark.parametrize("case", CASES)
