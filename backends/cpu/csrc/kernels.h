@@ -84,6 +84,12 @@ struct AttentionTile {
   int32_t queries, row, kv_head;
 };
 
+// A chunk whose keys may be asked for early; null: unknown.
+struct AttentionNext {
+  const AttentionTile* tile;
+  int64_t chunk;
+};
+
 // Contexts are cut at multiples of kChunk, whatever is computed with what, and the parts are merged in order: so the bits of
 // a query's result depend neither on the batch nor on how its prompt was cut nor on the number of threads.
 constexpr int kChunk = 256;
@@ -111,8 +117,8 @@ struct Kernels {
   void (*widen)(Dtype, const void* x, float* out, int64_t n, int64_t width);  // n numbers to float32, then zeros up to width
 
   // Chunks [c0, c1) of a tile's context. partial null: writes the result to out (c0, c1 must be all of the tile's chunks).
-  // Else c1 == c0 + 1 and the chunk's part is left in `partial`, attention_partial_floats long.
-  void (*attend)(const AttentionArgs&, const AttentionTile&, int64_t c0, int64_t c1, float* scratch, float* partial);
+  // Else c1 == c0 + 1 and the chunk's part is left in `partial`, attention_partial_floats long. `next`: what this thread does after it.
+  void (*attend)(const AttentionArgs&, const AttentionTile&, int64_t c0, int64_t c1, float* scratch, float* partial, AttentionNext next);
   void (*merge)(const AttentionArgs&, const AttentionTile&, int64_t chunks, float* scratch, const float* partials);
 
   // Rows of H numbers. residual and total (float32) may be null; with them, total = x + residual is normed.

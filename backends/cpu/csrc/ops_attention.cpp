@@ -208,9 +208,14 @@ void RegionPlan::run(const Cache& c, Dtype d, const void* q, int64_t q_token, in
 
 // Whole tiles, one after another.
 void RegionPlan::whole(const AttentionArgs& a) const {
-  pool::parallel(tiles_.size(), 1, threads_, [&, k = kernels()](int64_t begin, int64_t end) {
+  int64_t count = tiles_.size();
+  pool::parallel(count, 1, threads_, [&, k = kernels()](int64_t begin, int64_t end, int64_t next) {
     float* own = scratch_of(scratch_);
-    for (int64_t i = end - 1; i >= begin; --i) k->attend(a, tiles_[i], first_chunk(window_, tiles_[i]), end_chunk(tiles_[i]), own, nullptr);
+    for (int64_t i = begin; i < end; ++i) {
+      int64_t then = i + 1 < end ? i + 1 : next;
+      AttentionNext after{then < count ? &tiles_[then] : nullptr, then < count ? first_chunk(window_, tiles_[then]) : 0};
+      k->attend(a, tiles_[i], first_chunk(window_, tiles_[i]), end_chunk(tiles_[i]), own, nullptr, after);
+    }
   });
 }
 
@@ -225,9 +230,14 @@ void RegionPlan::split(const AttentionArgs& a) const {
   }
   std::vector<float> partials(parts.size() * partial_);
   const Kernels* k = kernels();
-  pool::parallel(parts.size(), 1, threads_, [&](int64_t begin, int64_t end) {
+  int64_t count = parts.size();
+  pool::parallel(count, 1, threads_, [&](int64_t begin, int64_t end, int64_t next) {
     float* own = scratch_of(scratch_);
-    for (int64_t i = begin; i < end; ++i) k->attend(a, tiles_[parts[i].tile], parts[i].chunk, parts[i].chunk + 1, own, partials.data() + i * partial_);
+    for (int64_t i = begin; i < end; ++i) {
+      int64_t then = i + 1 < end ? i + 1 : next;
+      AttentionNext after{then < count ? &tiles_[parts[then].tile] : nullptr, then < count ? parts[then].chunk : 0};
+      k->attend(a, tiles_[parts[i].tile], parts[i].chunk, parts[i].chunk + 1, own, partials.data() + i * partial_, after);
+    }
   });
   for (size_t i = 0; i < tiles_.size(); ++i) {
     int64_t chunks = end_chunk(tiles_[i]) - first_chunk(window_, tiles_[i]);
