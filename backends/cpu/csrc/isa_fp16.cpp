@@ -9,6 +9,7 @@
 #define OARLOCK_NAME "avx512_fp16"
 #define OARLOCK_LANES 16
 #include "linear.inl"
+#include "vmath.h"
 
 #ifdef OARLOCK_FP16
 #ifdef __clang__
@@ -142,6 +143,37 @@ template <int NV> INLINE void put_row(const LinearArgs& a, const vf (&row)[NV], 
   store_row<bf16>(a, numbers, m, n, count);
 }
 
+INLINE vf rounded(vf v) {
+  bf16 numbers[16];
+  store(numbers, v);
+  return load(numbers);
+}
+
+INLINE vf activated(Act act, vf v) {
+  switch (act) {
+    case Act::relu: return relu(v);
+    case Act::gelu: return gelu(v);
+    case Act::gelu_tanh: return gelu_tanh(v);
+    case Act::silu: return silu(v);
+  }
+  return v;
+}
+
+// The tile column of w that is j of those from output n on: gates come before what they are multiplied with.
+template <int NV> INLINE int64_t column_of(const LinearArgs& a, int64_t n, int j) {
+  return a.gate && j >= NV / 2 ? (n + a.gate) / 16 + j - NV / 2 : n / 16 + j;
+}
+
+template <int NV> INLINE void put(const LinearArgs& a, const vf (&row)[NV], int64_t m, int64_t n, int64_t count) {
+  if constexpr (NV % 2 == 0) {
+    if (a.gate) {
+      for (int j = 0; j < NV / 2; ++j) store(static_cast<bf16*>(a.out) + m * a.ldo + n + j * 16, activated(a.act, rounded(row[j])) * rounded(row[j + NV / 2]));
+      return;
+    }
+  }
+  put_row(a, row, m, n, count);
+}
+
 // Sums of a run, to be read as float32. They go through memory: half a vector is widened on the way from there, while in registers it
 // is first moved by the port that multiplies.
 template <int MR, int NV> struct Run {
@@ -176,29 +208,31 @@ INLINE vf sum_of_units(const float* sums) {
   return (vf)_mm512_permutex2var_ps(low, even, high) + (vf)_mm512_permutex2var_ps(low, odd, high);
 }
 
-// What a block asks memory for while it multiplies: its own columns some way ahead, into the first-level cache, or `lines` lines a unit of
-// what this thread multiplies next, into the second.
+// What a block asks memory for while it multiplies: its own columns some way ahead, into the first-level cache, and past their end the next
+// ones; or `lines` of the next columns, into the second.
 struct Ask {
   bool own;
   int lines;
 };
 
 // MR rows times NV tile columns: sums [MR][NV][16 outputs][2 of a unit].
-template <int MR, int NV, Ask ask> void block(const uint32_t* x, const char* const (&tiles)[NV], int64_t depth, int64_t past_end, const char* next, float* sums) {
+template <int MR, int NV, Ask ask> void block(const uint32_t* x, const char* const (&tiles)[NV], int64_t depth, const char* const (&next)[NV], float* sums) {
   constexpr int64_t kStride = 2 * kTileUnits * 4;  // bytes from one depth of a column to the next
   for (int64_t d0 = 0; d0 < depth; d0 += kRunDepth) {
     int64_t end = d0 + kRunDepth < depth ? d0 + kRunDepth : depth;
     __m512h acc[MR][NV];
     for (int64_t d = d0; d < end; ++d) {
       int64_t ahead = d * kStride + kAheadBytes;
-      if (ask.own && ahead >= depth * kStride) ahead += past_end;
+      bool is_past = ahead >= depth * kStride;
+      const char* const* early = is_past ? next : tiles;
+      if (is_past) ahead -= depth * kStride;
       auto unit = [&]<bool First>(int u) {
         __m512h w[NV];
         for (int j = 0; j < NV; ++j) {
-          if (ask.own) __builtin_prefetch(tiles[j] + ahead + u * 64);
+          if (ask.own) __builtin_prefetch(early[j] + ahead + u * 64);
           w[j] = _mm512_loadu_ph(tiles[j] + d * kStride + u * 64);
         }
-        for (int i = 0; i < ask.lines; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+        for (int i = 0; i < ask.lines; ++i) __builtin_prefetch(next[i] + d * kStride + u * 64, 0, 2);
         for (int i = 0; i < MR; ++i) {
           __m512h xv = (__m512h)_mm512_set1_epi32(static_cast<int>(x[i]));
           for (int j = 0; j < NV; ++j) acc[i][j] = First ? _mm512_mul_ph(xv, w[j]) : _mm512_fmadd_ph(xv, w[j], acc[i][j]);
@@ -217,38 +251,40 @@ template <int MR, int NV, Ask ask> void block(const uint32_t* x, const char* con
 // PERF: the first tile waits for memory, the others do not; that they ask for the next columns meanwhile brings a pass of 33 rows over
 // 270 MB of weights from 22.7 to 16.6 ms on two cores of a 4th generation Xeon. Asked into the first level it would be 18.
 template <int MR, int NV> void columns(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n, int64_t n1, const void* next) {
-  int64_t depth = (a.K + 31) / 32, panel_bytes = (depth * 2 * kTileUnits + kPanel) * 4, asked = depth * kDepth * 64;  // bytes, one line a unit
-  const char *w = static_cast<const char*>(a.w), *tiles[NV];
+  int64_t depth = (a.K + 31) / 32, panel_bytes = (depth * 2 * kTileUnits + kPanel) * 4;
+  int64_t wide = a.gate ? NV * 8 : NV * 16, outputs = n1 - n < wide ? n1 - n : wide, count = (m1 - m0 + MR - 1) / MR;
+  const char *w = static_cast<const char*>(a.w), *tiles[NV], *after[NV];
   vf back[NV];
   for (int j = 0; j < NV; ++j) {
-    int64_t column = n / 16 + j;
+    int64_t column = column_of<NV>(a, n, j);
     const char* panel = w + column / 2 * panel_bytes;
     tiles[j] = panel + column % 2 * kTileUnits * 4;
     back[j] = load(reinterpret_cast<const float*>(panel + panel_bytes) - kPanel + column % 2 * 16);
+    int64_t then = column_of<NV>(a, n + wide, j), beside = column_of<NV>(a, 0, j);  // `next` holds the first of such columns
+    if (n + wide < n1) after[j] = w + then / 2 * panel_bytes + then % 2 * kTileUnits * 4;
+    else after[j] = next ? static_cast<const char*>(next) + beside / 2 * panel_bytes + beside % 2 * kTileUnits * 4 : nullptr;
   }
-  const char* after = n + NV * 16 < n1 ? w + (n + NV * 16) / kPanel * panel_bytes : static_cast<const char*>(next);
-  int64_t count = (m1 - m0 + MR - 1) / MR, left = after ? NV : 0;  // lines a unit still to be asked for
-  int64_t lines = count > 1 ? (NV + count - 2) / (count - 1) : 0;
-  // Where one tile is all, it asks for the next columns too, as they come after these.
-  int64_t past_end = (count == 1 ? panel_bytes * ((NV + 1) / 2) : 0) - depth * 2 * kTileUnits * 4;
+  int left = after[0] ? NV : 0;  // columns still to be asked for
+  int lines = static_cast<int>(count > 1 ? (NV + count - 2) / (count - 1) : 0);
   alignas(64) float sums[MR * NV * 32];
-  int64_t outputs = n1 - n < NV * 16 ? n1 - n : NV * 16;
   for (int64_t m = m0; m < m1; m += MR) {
     const uint32_t* x = static_cast<const uint32_t*>(a.x) + m / MR * (depth * kDepth * MR + kHalfTileGap);
-    auto run = [&]<Ask ask>() { block<MR, NV, ask>(x, tiles, depth, past_end, after, sums); };
     if (m == m0) {
-      run.template operator()<Ask{true, 0}>();
+      if (count == 1 && left) block<MR, NV, Ask{true, 0}>(x, tiles, depth, after, sums); else block<MR, NV, Ask{true, 0}>(x, tiles, depth, tiles, sums);
     } else if (left <= 0) {
-      run.template operator()<Ask{false, 0}>();
+      block<MR, NV, Ask{false, 0}>(x, tiles, depth, tiles, sums);
     } else {
-      if (lines == 1) run.template operator()<Ask{false, 1}>(); else if (lines == 2) run.template operator()<Ask{false, 2}>(); else run.template operator()<Ask{false, NV}>();
-      after += lines * asked, left -= lines;
+      if (lines == 1) block<MR, NV, Ask{false, 1}>(x, tiles, depth, after, sums);
+      else if (lines == 2) block<MR, NV, Ask{false, 2}>(x, tiles, depth, after, sums);
+      else block<MR, NV, Ask{false, NV}>(x, tiles, depth, after, sums);
+      left -= lines;
+      for (int j = 0; j < NV; ++j) after[j] = after[j + lines < NV ? j + lines : NV - 1];
     }
     int64_t rows = m1 - m < MR ? m1 - m : MR;
     for (int64_t i = 0; i < rows; ++i) {
       vf row[NV];
       for (int j = 0; j < NV; ++j) row[j] = sum_of_units(sums + (i * NV + j) * 32) * splat(a.row_scales[m + i]) * back[j];
-      put_row(a, row, m + i, n, outputs);
+      put(a, row, m + i, n, outputs);
     }
   }
 }
@@ -266,6 +302,7 @@ template <int MR = kRows> void rows_of(const LinearArgs& a, int64_t m0, int64_t 
   if constexpr (MR > 1) {
     if (a.tile < MR) return rows_of<MR - 1>(a, m0, m1, n0, n1, next);
   }
+  if (a.gate) return cut<MR <= 6 ? 2 : 1, 16>(n0, n1, [&]<int gates>(int64_t n) { columns<MR, 2 * gates>(a, m0, m1, n, n1, next); });
   cut<columns_of(MR), 16>(n0, n1, [&]<int NV>(int64_t n) { columns<MR, NV>(a, m0, m1, n, n1, next); });
 }
 
@@ -333,11 +370,11 @@ template <class C, int MR, int NV, int t = 0> INLINE void eight_columns(const ui
 }
 
 // The rows of the tile times NV tile columns from output n on, as `columns` does with a dense weight.
-template <int bits, bool has_offsets, int MR, int NV> void code_columns(const CodesArgs& c, const LinearArgs& a, int64_t rows, int64_t n, int64_t n1) {
+template <int bits, bool has_offsets, int MR, int NV> void code_columns(const CodesArgs& c, const LinearArgs& a, int64_t n, int64_t n1) {
   using C = CodeColumn<bits, has_offsets>;
   constexpr int64_t run_columns = kRunDepth * 32;
   C column[NV];
-  for (int j = 0; j < NV; ++j) column[j].begin(c, n / 16 + j);
+  for (int j = 0; j < NV; ++j) column[j].begin(c, column_of<NV>(a, n, j));
   alignas(64) float sums[MR * NV * 32];
   const uint32_t* x = static_cast<const uint32_t*>(a.x);
   int64_t panel_bytes = c.width / 8 * C::kStep, k = 0, g = 0, group_end = 0;
@@ -362,10 +399,10 @@ template <int bits, bool has_offsets, int MR, int NV> void code_columns(const Co
     add_run(run, k0 == 0, sums);
   }
   int64_t outputs = n1 - n < NV * 16 ? n1 - n : NV * 16;
-  for (int64_t i = 0; i < rows; ++i) {
+  for (int64_t i = 0; i < MR; ++i) {
     vf row[NV];
     for (int j = 0; j < NV; ++j) row[j] = sum_of_units(sums + (i * NV + j) * 32) * splat(a.row_scales[i]) * (splat(1.f) / column[j].power);
-    put_row(a, row, i, n, outputs);
+    put(a, row, i, n, outputs);
   }
 }
 
@@ -375,7 +412,8 @@ template <int bits, bool has_offsets, int MR = kRows> void codes_of(const CodesA
   if constexpr (MR > 1) {
     if (a.tile < MR) return codes_of<bits, has_offsets, MR - 1>(c, a, n0, n1);
   }
-  cut<code_columns_of(MR), 16>(n0, n1, [&]<int NV>(int64_t n) { code_columns<bits, has_offsets, MR, NV>(c, a, MR, n, n1); });
+  if (a.gate) return cut<MR <= 5 ? 2 : 1, 16>(n0, n1, [&]<int gates>(int64_t n) { code_columns<bits, has_offsets, MR, 2 * gates>(c, a, n, n1); });
+  cut<code_columns_of(MR), 16>(n0, n1, [&]<int NV>(int64_t n) { code_columns<bits, has_offsets, MR, NV>(c, a, n, n1); });
 }
 
 template <class C, int t = 0> INLINE void store_units(const C& c, uint16_t* to) {

@@ -23,6 +23,7 @@ enum class Rows {
   half_tiles,  // tiles of binary16 numbers, two of a row a unit, [K / 2][tile] and kHalfTileGap units, each row times a power of two
 };
 constexpr int64_t kHalfTileGap = 16;
+enum class Act { relu, gelu, gelu_tanh, silu };
 struct LinearArgs {
   Dtype dtype;               // of w and bias
   const void *x, *w, *bias;  // bias may be null
@@ -31,6 +32,10 @@ struct LinearArgs {
   bool out_f32;              // out is float32 whatever `dtype` is: the sums are not rounded
   int64_t tile = 0;          // rows of a tile, of `packed` alone: m0 is a multiple
   const float* row_scales = nullptr;  // [rows], with half tiles: what the sums of each are multiplied by
+  // Not 0, with half tiles and no bias: n counts outputs of the first half of w, and each becomes act(itself) times the output `gate` after it,
+  // both rounded to bfloat16 before, as two operations would.
+  int64_t gate = 0;
+  Act act = Act::silu;
 };
 
 // Packed weights, P numbers a unit: [N / 32][K / (16 P)][2][16 units of K][16 outputs], zeros where N or K were rounded up.
@@ -93,8 +98,6 @@ struct AttentionNext {
 // Contexts are cut at multiples of kChunk, whatever is computed with what, and the parts are merged in order: so the bits of
 // a query's result depend neither on the batch nor on how its prompt was cut nor on the number of threads.
 constexpr int kChunk = 256;
-
-enum class Act { relu, gelu, gelu_tanh, silu };
 
 struct Kernels {
   const char* name;

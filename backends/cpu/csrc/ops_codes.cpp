@@ -48,12 +48,15 @@ void run_half_decoded(const CodesArgs& c, const LinearArgs& a, int64_t M, int64_
   int64_t panel_bytes = c.width * kPanel * c.bits / 8, bias_size = size_of(a.dtype), out_size = a.out_f32 ? 4 : size_of(a.dtype);
   spread(M, N, c.width, block, 2, [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next) {
     static thread_local std::vector<float> buffer;
-    uint16_t* weight = reinterpret_cast<uint16_t*>(scratch_of(buffer, c.width * kPanel / 2 + kPanel));
+    int64_t floats = c.width * kPanel / 2 + kPanel;  // of a panel
+    uint16_t* weight = reinterpret_cast<uint16_t*>(scratch_of(buffer, 2 * floats));
     LinearArgs part = a;
     part.w = weight;
+    if (a.gate) part.gate = kPanel;
     for (int64_t n = n0; n < n1; n += kPanel) {
       int64_t then = n + kPanel < n1 ? n + kPanel : next;
       k->half_unpack(c, n / kPanel, weight);
+      if (a.gate) k->half_unpack(c, (n + a.gate) / kPanel, weight + 2 * floats);
       part.bias = a.bias ? static_cast<const char*>(a.bias) + n * bias_size : nullptr;
       part.out = static_cast<char*>(a.out) + n * out_size;
       k->packed(part, m0, m1, 0, std::min(kPanel, n1 - n), then < 0 ? nullptr : panels + then / kPanel * panel_bytes);
@@ -133,17 +136,36 @@ CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor*
   return found;
 }
 
+namespace {
+
+// N: outputs that are counted, half of w's where they are gated.
+void run_halves(const CodeLinear& w, LinearArgs a, const void* x, int64_t ldx, int64_t M, int64_t N) {
+  const CodesArgs& c = w.codes;
+  int64_t block = give_rows(a, Rows::half_tiles, x, ldx, M, w.in, c.width);
+  if (M > a.tile) return run_half_decoded(c, a, M, N, block);
+  spread(M, N, c.width, M, a.gate ? 1 : 2, [&, k = kernels()](int64_t, int64_t, int64_t n0, int64_t n1, int64_t) { k->half_codes(c, a, n0, n1); });
+}
+
+}  // namespace
+
 void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32) {
   const Kernels* k = kernels();
   const CodesArgs& c = w.codes;
   LinearArgs a{d, nullptr, nullptr, w.bias, out, c.width, 0, 0, w.out, out_f32};
   if (!M) return;
-  Rows form = form_of(d);
-  int64_t block = give_rows(a, form, x, ldx, M, w.in, c.width);
-  if (form == Rows::half_tiles && M > a.tile) return run_half_decoded(c, a, M, w.out, block);
-  if (form == Rows::half_tiles) return spread(M, w.out, c.width, M, 2, [&](int64_t, int64_t, int64_t n0, int64_t n1, int64_t) { k->half_codes(c, a, n0, n1); });
+  if (form_of(d) == Rows::half_tiles) return run_halves(w, a, x, ldx, M, w.out);
+  int64_t block = give_rows(a, form_of(d), x, ldx, M, w.in, c.width);
   if (!a.tile || M > k->few_rows) return run_decoded(c, a, M, w.out, block);
   spread(M, w.out, c.width, M, 2, [&](int64_t, int64_t, int64_t n0, int64_t n1, int64_t) { k->codes(c, a, n0, n1); });
+}
+
+bool run_gated(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* out) {
+  int64_t inner = w.out / 2;
+  if (form_of(d) != Rows::half_tiles || w.bias || inner % kPanel) return false;
+  LinearArgs a{d, nullptr, nullptr, nullptr, out, w.codes.width, 0, 0, inner, false};
+  a.gate = inner, a.act = act;
+  if (M) run_halves(w, a, x, ldx, M, inner);
+  return true;
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {

@@ -132,7 +132,7 @@ Tensor linear_packed(const Tensor& x_in, const Tensor& weight, int64_t N, const 
 }
 
 // Panels that are walked side by side.
-int64_t group_of(const LinearArgs& a) { return a.row_scales && a.tile > 6 && a.tile <= 8 ? 3 : 2; }
+int64_t group_of(const LinearArgs& a) { return a.gate ? 1 : a.row_scales && a.tile > 6 && a.tile <= 8 ? 3 : 2; }
 
 // As even as can be: of 13 rows, two tiles of 7.
 int64_t tile_of(int64_t M) {
@@ -213,13 +213,30 @@ PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, in
   return {panels.const_data_ptr(), checked_bias(bias, d, out), in, out, panels.size(1) * size_of(d)};
 }
 
-void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32) {
-  LinearArgs a{d, nullptr, w.panels, w.bias, out, w.in, 0, 0, w.out, out_f32};
-  int64_t block = give_rows(a, form_of(d), x, ldx, M, w.in, rounded(w.in, packed_step(d)));
+namespace {
+
+// N: outputs that are counted, half of w's where they are gated.
+void run_packed(const PackedLinear& w, LinearArgs a, const void* x, int64_t ldx, int64_t M, int64_t N) {
+  int64_t block = give_rows(a, form_of(a.dtype), x, ldx, M, w.in, rounded(w.in, packed_step(a.dtype)));
   const char* panels = static_cast<const char*>(w.panels);
-  spread(M, w.out, w.in, block, group_of(a), [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next) {
+  spread(M, N, w.in, block, group_of(a), [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next) {
     k->packed(a, m0, m1, n0, n1, next < 0 ? nullptr : panels + next / kPanel * w.panel_bytes);
   });
+}
+
+}  // namespace
+
+void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32) {
+  run_packed(w, {d, nullptr, w.panels, w.bias, out, w.in, 0, 0, w.out, out_f32}, x, ldx, M, w.out);
+}
+
+bool run_gated(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* out) {
+  int64_t inner = w.out / 2;
+  if (form_of(d) != Rows::half_tiles || w.bias || inner % kPanel) return false;
+  LinearArgs a{d, nullptr, w.panels, nullptr, out, w.in, 0, 0, inner, false};
+  a.gate = inner, a.act = act;
+  run_packed(w, a, x, ldx, M, inner);
+  return true;
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {

@@ -44,6 +44,9 @@ struct Linear {
   void run(Dtype d, const void* x, int64_t ldx, int64_t M, void* out) const {
     if (is_dense) run_linear(dense, d, x, ldx, M, out, false); else run_codes(codes, d, x, ldx, M, out, false);
   }
+  bool run_gated(Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* out) const {
+    return is_dense ? ::run_gated(dense, d, x, ldx, M, act, out) : ::run_gated(codes, d, x, ldx, M, act, out);
+  }
 };
 
 Linear linear_of(Given& w, int64_t shape, double zero, Dtype d, int64_t in, int64_t out) {
@@ -140,11 +143,13 @@ struct Step {
 
   void feed_forward(const Layer& l) {
     int64_t inner = l.shape[kInner];
-    l.linears[kGateUp].run(dtype, normed, hidden, tokens, gate_up);
-    each_row(tokens, inner * 16, [&, k = kernels()](int64_t i) {
-      const char* row = gate_up + i * 2 * inner * element;
-      k->activation(dtype, l.act, row, row + inner * element, act + i * inner * element, inner);
-    });
+    if (!l.linears[kGateUp].run_gated(dtype, normed, hidden, tokens, l.act, act)) {
+      l.linears[kGateUp].run(dtype, normed, hidden, tokens, gate_up);
+      each_row(tokens, inner * 16, [&, k = kernels()](int64_t i) {
+        const char* row = gate_up + i * 2 * inner * element;
+        k->activation(dtype, l.act, row, row + inner * element, act + i * inner * element, inner);
+      });
+    }
     l.linears[kDown].run(dtype, act, inner, tokens, x);
   }
 

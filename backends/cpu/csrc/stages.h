@@ -18,6 +18,9 @@ PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, in
 // out [M][w.out], of `d` or float32, from rows x of `d`.
 void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
 
+// act(first half of the outputs) * second half, [M][w.out / 2]; false, and nothing done, where these kernels take two steps.
+bool run_gated(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* out);
+
 Rows form_of(Dtype d);  // what `packed` takes rows of `d` as
 
 // Sets a.x, and what belongs to it, to rows x of a.dtype in a form, K of `width` numbers each. They hold until the next call on this
@@ -53,6 +56,7 @@ struct CodeLinear {
 CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, const Tensor* powers, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out);
 // out [M][w.out], of `d` or float32.
 void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
+bool run_gated(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* out);
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
