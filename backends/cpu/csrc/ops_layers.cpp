@@ -119,6 +119,16 @@ std::string get_isa() { return kernels()->name; }
 
 }  // namespace
 
+void Linear::run_gated(Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* between, void* out) const {
+  if (std::visit([&](const auto& w) { return ::run_gated(w, d, x, ldx, M, act, out); }, of)) return;
+  run(d, x, ldx, M, between);
+  int64_t inner = std::visit([](const auto& w) { return w.out; }, of) / 2, element = size_of(d);
+  each_row(M, inner * 16, [&, k = kernels()](int64_t i) {
+    const char* row = static_cast<const char*>(between) + i * 2 * inner * element;
+    k->activation(d, act, row, row + inner * element, static_cast<char*>(out) + i * inner * element, inner);
+  });
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)");

@@ -1,14 +1,11 @@
-// moe_experts: tokens gathered by expert, two plain linears over each expert's rows, combined by weight. Nothing is padded: an
-// expert without tokens is not read.
+// moe_experts: tokens gathered by expert, the linears of a gated feed-forward over each expert's rows, combined by weight. Nothing is padded:
+// an expert without tokens is not read.
 #include <algorithm>
 #include <vector>
 
-#include "tensors.h"
+#include "stages.h"
 
 namespace {
-
-constexpr int64_t kBlock = 96;    // rows of an item
-constexpr int64_t kOutputs = 64;  // outputs of an item
 
 // Token-expert pairs by expert: those of expert e are [start[e], start[e + 1]).
 struct Routing {
@@ -33,60 +30,95 @@ Routing route(const int32_t* ids, const bool* valid, int64_t tokens, int64_t k, 
   return r;
 }
 
-// out[pairs][N] = x[pairs][K] times each pair's expert's weight [N][K].
-void grouped_linear(Dtype d, const Routing& r, const char* x, const Tensor& weights, char* out) {
-  struct Item { int64_t expert, m0, m1, n0, n1; };
-  std::vector<Item> items;
-  int64_t N = weights.size(1), K = weights.size(2), experts = weights.size(0), pairs = r.token.size(), element = size_of(d);
-  for (int64_t e = 0; e < experts; ++e)
-    for (int64_t m = r.start[e]; m < r.start[e + 1]; m += kBlock)
-      for (int64_t n = 0; n < N; n += kOutputs) items.push_back({e, m, std::min(m + kBlock, r.start[e + 1]), n, std::min(n + kOutputs, N)});
-  pool::parallel(items.size(), 1, threads_for(pairs * N * K), [&, k = kernels()](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const Item& item = items[i];
-      k->plain({d, x, bytes(weights) + item.expert * N * K * element, nullptr, out, K, K, K, N}, item.m0, item.m1, item.n0, item.n1);
-    }
-  });
-}
+// The linears of all experts, [experts][out, in] before: one packed weight, whose panels are those of one expert after another.
+struct Stack {
+  int64_t panels;  // of an expert
+  Linear all;
+  int64_t out;
 
-Tensor moe_experts(const Tensor& x_in, const Tensor& w13, const Tensor& w2, const Tensor& weights, const Tensor& ids, const Tensor& valid) {
-  Tensor x = packed(x_in);
+  Linear of(int64_t expert) const {
+    Linear one = all;
+    int64_t first = expert * panels;
+    if (auto* w = std::get_if<PackedLinear>(&one.of)) {
+      w->panels = static_cast<const char*>(w->panels) + first * w->panel_bytes;
+      w->out = out;
+      return one;
+    }
+    CodeLinear& w = std::get<CodeLinear>(one.of);
+    CodesArgs& c = w.codes;
+    auto moved = [](const void* p, int64_t by) -> const void* { return p ? static_cast<const char*>(p) + by : nullptr; };
+    int64_t numbers = first * c.groups * kPanel * (c.is_half ? 2 : 4);
+    c.panels = moved(c.panels, first * c.width * kPanel * c.bits / 8);
+    c.scales = moved(c.scales, numbers), c.offsets = moved(c.offsets, numbers), c.powers += first * kPanel;
+    w.out = out;
+    return one;
+  }
+};
+
+Tensor experts(const Tensor& x, const Stack& w13, const Stack& w2, int64_t count, const Tensor& weights, const Tensor& ids, const Tensor& valid) {
   Dtype d = dtype_of(x, "x");
-  int64_t tokens = x.size(0), hidden = x.size(1), experts = w13.size(0), size = w2.size(2), k = ids.size(1), element = size_of(d);
-  STD_TORCH_CHECK(dtype_of(w13, "w13") == d && dtype_of(w2, "w2") == d && w13.is_contiguous() && w2.is_contiguous() && w13.size(1) == 2 * size && w13.size(2) == hidden &&
-                      w2.size(0) == experts && w2.size(1) == hidden,
-                  "moe_experts: w13 [experts, 2 * size, hidden] and w2 [experts, hidden, size] of x's dtype expected");
+  int64_t tokens = x.size(0), hidden = x.size(1), size = w13.out / 2, k = ids.size(1), element = size_of(d);
   STD_TORCH_CHECK(valid.scalar_type() == ScalarType::Bool && valid.is_contiguous() && valid.numel() == tokens && ids.size(0) == tokens && weights.numel() == ids.numel(),
                   "moe_experts: valid [num_tokens] bool, weights and ids [num_tokens, k] expected");
   const float* by = floats(weights, "weights");
-  Routing r = route(ints(ids, "ids"), static_cast<const bool*>(valid.const_data_ptr()), tokens, k, experts);
+  Routing r = route(ints(ids, "ids"), static_cast<const bool*>(valid.const_data_ptr()), tokens, k, count);
   int64_t pairs = r.token.size();
   const Kernels* kernel = kernels();
-  std::vector<char> gathered(pairs * hidden * element), gate_up(pairs * 2 * size * element), act(pairs * size * element), result(pairs * hidden * element);
-  for (int64_t p = 0; p < pairs; ++p) std::copy_n(bytes(x) + r.token[p] * hidden * element, hidden * element, gathered.data() + p * hidden * element);
-  grouped_linear(d, r, gathered.data(), w13, gate_up.data());
-  pool::parallel(pairs, 4, threads_for(pairs * size * 16), [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      const char* row = gate_up.data() + p * 2 * size * element;
-      kernel->activation(d, Act::silu, row, row + size * element, act.data() + p * size * element, size);
-    }
-  });
-  grouped_linear(d, r, act.data(), w2, result.data());
+  Tensor gathered = new_like(x, {pairs, hidden}), gate_up = new_like(x, {pairs, 2 * size}), act = new_like(x, {pairs, size}), result = new_like(x, {pairs, hidden});
+  for (int64_t p = 0; p < pairs; ++p) std::copy_n(bytes(x) + r.token[p] * hidden * element, hidden * element, writable(gathered) + p * hidden * element);
+  for (int64_t e = 0; e < count; ++e) {
+    int64_t first = r.start[e], rows = r.start[e + 1] - first;
+    if (!rows) continue;
+    char* inner = writable(act) + first * size * element;
+    w13.of(e).run_gated(d, bytes(gathered) + first * hidden * element, hidden, rows, Act::silu, writable(gate_up) + first * 2 * size * element, inner);
+    w2.of(e).run(d, inner, size, rows, writable(result) + first * hidden * element);
+  }
   Tensor out = torch::stable::empty_like(x);
   char* to = writable(out);
   pool::parallel(tokens, 4, threads_for(pairs * hidden * 4), [&](int64_t begin, int64_t end) {
     std::vector<const void*> rows(k);
     for (int64_t t = begin; t < end; ++t) {
       int64_t n = r.place[t * k] < 0 ? 0 : k;  // a token has all its experts or none
-      for (int64_t j = 0; j < n; ++j) rows[j] = result.data() + r.place[t * k + j] * hidden * element;
+      for (int64_t j = 0; j < n; ++j) rows[j] = bytes(result) + r.place[t * k + j] * hidden * element;
       kernel->combine(d, rows.data(), by + t * k, n, to + t * hidden * element, hidden);
     }
   });
   return out;
 }
 
+Tensor moe_experts(const Tensor& x_in, const Tensor& w13, const Tensor& w2, int64_t count, int64_t size, const Tensor& weights, const Tensor& ids, const Tensor& valid) {
+  Tensor x = packed(x_in);
+  Dtype d = dtype_of(x, "x");
+  int64_t hidden = x.size(1);
+  auto stack = [&](const Tensor& panels, int64_t in, int64_t out) {
+    int64_t rows = (out + kPanel - 1) / kPanel;
+    return Stack{rows, {packed_linear(panels, nullptr, d, in, count * rows * kPanel)}, out};
+  };
+  return experts(x, stack(w13, hidden, 2 * size), stack(w2, size, hidden), count, weights, ids, valid);
+}
+
+// w13 and w2: panels, scales, ends, powers, then offsets where there are any.
+Tensor moe_experts_codes(const Tensor& x_in, std::vector<Tensor> w13, std::vector<Tensor> w2, int64_t bits, double zero, int64_t count, int64_t size, const Tensor& weights, const Tensor& ids,
+                         const Tensor& valid) {
+  Tensor x = packed(x_in);
+  Dtype d = dtype_of(x, "x");
+  int64_t hidden = x.size(1);
+  auto stack = [&](const std::vector<Tensor>& w, int64_t in, int64_t out) {
+    STD_TORCH_CHECK(w.size() == 4 || w.size() == 5, "moe_experts: panels, scales, ends, powers and perhaps offsets expected");
+    int64_t rows = (out + kPanel - 1) / kPanel;
+    return Stack{rows, {code_linear(w[0], w[1], w.size() == 5 ? &w[4] : nullptr, w[2], &w[3], bits, zero, nullptr, d, in, count * rows * kPanel)}, out};
+  };
+  return experts(x, stack(w13, hidden, 2 * size), stack(w2, size, hidden), count, weights, ids, valid);
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) { m.def("moe_experts(Tensor x, Tensor w13, Tensor w2, Tensor weights, Tensor ids, Tensor valid) -> Tensor"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
+  m.def("moe_experts(Tensor x, Tensor w13, Tensor w2, int num_experts, int size, Tensor weights, Tensor ids, Tensor valid) -> Tensor");
+  m.def("moe_experts_codes(Tensor x, Tensor[] w13, Tensor[] w2, int bits, float zero, int num_experts, int size, Tensor weights, Tensor ids, Tensor valid) -> Tensor");
+}
 
-STABLE_TORCH_LIBRARY_IMPL(oarlock_cpu, CPU, m) { m.impl("moe_experts", TORCH_BOX(&moe_experts)); }
+STABLE_TORCH_LIBRARY_IMPL(oarlock_cpu, CPU, m) {
+  m.impl("moe_experts", TORCH_BOX(&moe_experts));
+  m.impl("moe_experts_codes", TORCH_BOX(&moe_experts_codes));
+}

@@ -36,27 +36,14 @@ Norm norm_of(const Tensor& weight, int64_t size) {
   return {weight.const_data_ptr(), dtype_of(weight, "norm")};
 }
 
-struct Linear {
-  bool is_dense;
-  PackedLinear dense;
-  CodeLinear codes;
-
-  void run(Dtype d, const void* x, int64_t ldx, int64_t M, void* out) const {
-    if (is_dense) run_linear(dense, d, x, ldx, M, out, false); else run_codes(codes, d, x, ldx, M, out, false);
-  }
-  bool run_gated(Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* out) const {
-    return is_dense ? ::run_gated(dense, d, x, ldx, M, act, out) : ::run_gated(codes, d, x, ldx, M, act, out);
-  }
-};
-
 Linear linear_of(Given& w, int64_t shape, double zero, Dtype d, int64_t in, int64_t out) {
   const Tensor& panels = w.next();
   const Tensor* bias = shape & kHasBias ? &w.next() : nullptr;
-  if (!(shape & kBits)) return {true, packed_linear(panels, bias, d, in, out), {}};
+  if (!(shape & kBits)) return {packed_linear(panels, bias, d, in, out)};
   const Tensor& scales = w.next();
   const Tensor* offsets = shape & kHasOffsets ? &w.next() : nullptr;
   const Tensor &ends = w.next(), &powers = w.next();
-  return {false, {}, code_linear(panels, scales, offsets, ends, &powers, shape & kBits, zero, bias, d, in, out)};
+  return {code_linear(panels, scales, offsets, ends, &powers, shape & kBits, zero, bias, d, in, out)};
 }
 
 // What all layers over one KV group share in a step.
@@ -142,15 +129,8 @@ struct Step {
   }
 
   void feed_forward(const Layer& l) {
-    int64_t inner = l.shape[kInner];
-    if (!l.linears[kGateUp].run_gated(dtype, normed, hidden, tokens, l.act, act)) {
-      l.linears[kGateUp].run(dtype, normed, hidden, tokens, gate_up);
-      each_row(tokens, inner * 16, [&, k = kernels()](int64_t i) {
-        const char* row = gate_up + i * 2 * inner * element;
-        k->activation(dtype, l.act, row, row + inner * element, act + i * inner * element, inner);
-      });
-    }
-    l.linears[kDown].run(dtype, act, inner, tokens, x);
+    l.linears[kGateUp].run_gated(dtype, normed, hidden, tokens, l.act, gate_up, act);
+    l.linears[kDown].run(dtype, act, l.shape[kInner], tokens, x);
   }
 
   void run(const Layer& l, const Cache& cache, const Group& group, const float* angles, int64_t half) {

@@ -1,6 +1,7 @@
 // The parts of a layer over plain pointers: what the ops serve one by one, and the stack of layers in one call.
 // Checks are made where these are set up; running them checks nothing.
 #pragma once
+#include <variant>
 #include <vector>
 
 #include "tensors.h"
@@ -18,7 +19,7 @@ PackedLinear packed_linear(const Tensor& panels, const Tensor* bias, Dtype d, in
 // out [M][w.out], of `d` or float32, from rows x of `d`.
 void run_linear(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
 
-// act(first half of the outputs) * second half, [M][w.out / 2]; false, and nothing done, where these kernels take two steps.
+// act(first half of the outputs) * second half, [M][w.out / 2], in one step; false, and nothing done, where these kernels take two.
 bool run_gated(const PackedLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* out);
 
 Rows form_of(Dtype d);  // what `packed` takes rows of `d` as
@@ -57,6 +58,17 @@ CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor*
 // out [M][w.out], of `d` or float32.
 void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
 bool run_gated(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* out);
+
+// Either, its rows of one dtype in and out.
+struct Linear {
+  std::variant<PackedLinear, CodeLinear> of;
+
+  void run(Dtype d, const void* x, int64_t ldx, int64_t M, void* out) const {
+    if (auto* dense = std::get_if<PackedLinear>(&of)) run_linear(*dense, d, x, ldx, M, out, false); else run_codes(std::get<CodeLinear>(of), d, x, ldx, M, out, false);
+  }
+  // act(first half of the outputs) * second half, by way of `between` [M][outputs] where the kernels take two steps.
+  void run_gated(Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* between, void* out) const;
+};
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ rms_norm = _library.rms_norm.default
 fused_add_rms_norm = _library.fused_add_rms_norm.default
 layer_norm = _library.layer_norm.default
 rotary = _library.rotary.default
-moe_experts = _library.moe_experts.default
 greedy = _library.greedy.default
 sample = _library.sample.default
 logprobs = _library.logprobs.default

@@ -19,7 +19,7 @@ KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 MAX_HEAD_DIM = 512
 PRIORITY = 10  # above core's references and below a feature plugin that is installed on purpose
 CODE_SCHEMES = ("int4", "int8")  # of quantised weights; the references serve the others
-LAYER_OPS = ("embedding", "linear", "lm_head", "rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "silu_and_mul", "gelu_and_mul", "activation", "moe_experts")
+LAYER_OPS = ("embedding", "linear", "lm_head", "rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "silu_and_mul", "gelu_and_mul", "activation")
 LOGITS_OPS = ("greedy", "sample", "logprobs", "apply_penalties", "apply_mask")
 
 # Read by the OpenMP runtime when torch is imported. A team that spins while it waits takes the core that the API process
@@ -125,8 +125,11 @@ def kernels(device: Any) -> list[OpImpl]:
         return []
     names = {op: (f"oarlock_cpu.ops:{op}", supports_op) for op in LAYER_OPS} | {op: (f"oarlock_cpu.ops:{op}", supports_logits) for op in LOGITS_OPS}
     names |= {f"linear_{scheme}": ("oarlock_cpu.codes:linear", supports_op) for scheme in CODE_SCHEMES}
+    names |= {op: (f"oarlock_cpu.experts:{op}", supports_op) for op in ("moe_experts", *(f"moe_experts_{scheme}" for scheme in CODE_SCHEMES))}
     names["decoder_stack"] = ("oarlock_cpu.stack:decoder_stack", supports_op)
-    prepare = {"linear": "oarlock_cpu.ops:pack", "lm_head": "oarlock_cpu.ops:pack_head", "embedding": "oarlock_cpu.ops:share"} | {f"linear_{scheme}": f"oarlock_cpu.codes:pack_{scheme}" for scheme in CODE_SCHEMES}
+    prepare = {"linear": "oarlock_cpu.ops:pack", "lm_head": "oarlock_cpu.ops:pack_head", "embedding": "oarlock_cpu.ops:share", "moe_experts": "oarlock_cpu.experts:pack"}
+    for scheme in CODE_SCHEMES:
+        prepare |= {f"linear_{scheme}": f"oarlock_cpu.codes:pack_{scheme}", f"moe_experts_{scheme}": f"oarlock_cpu.experts:pack_{scheme}"}
     return [
         OpImpl(op=op, name="cpu", factory=factory, priority=PRIORITY, supports=supports, prepare=prepare.get(op)) for op, (factory, supports) in names.items()
     ]

@@ -180,15 +180,18 @@ def test_every_instruction_set_agrees(ops):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "k", "hidden", "size"), [(1, 4, 2, 32, 48), (37, 8, 2, 64, 33), (200, 3, 3, 48, 16), (5, 60, 4, 16, 16), (0, 2, 1, 16, 16)])
-def test_experts(ops, isa, dtype, tokens, experts, k, hidden, size):
+def test_experts(ops, linear_isa, dtype, tokens, experts, k, hidden, size):
     from oarlock.conformance.references import moe
+
+    from oarlock_cpu import experts as experts_ops
 
     x, w13, w2 = random(tokens, hidden, dtype=dtype), random(experts, 2 * size, hidden, dtype=dtype, seed=1), random(experts, hidden, size, dtype=dtype, seed=2)
     w13, w2 = (w13 / hidden**0.5).to(dtype), (w2 / size**0.5).to(dtype)
     weights, ids = moe.moe_topk(random(tokens, experts, dtype=torch.float32, seed=3), k, True)
     valid = torch.arange(tokens) % 5 != 3
     x[~valid] = float("nan")
-    got = ops.moe_experts(x, w13, w2, weights, ids, valid)
+    packed = [experts_ops.pack(w) for w in (w13, w2)]
+    got = experts_ops.moe_experts(x, *packed, weights, ids, valid)
     assert not got[~valid].any()
     if not tokens:
         assert got.shape == x.shape
@@ -197,13 +200,36 @@ def test_experts(ops, isa, dtype, tokens, experts, k, hidden, size):
     error = float((got.double() - want).square().sum() / want.square().sum())
     assert error < (1e-4 if dtype == torch.bfloat16 else 1e-11), error
     for rows in {1, tokens // 2, tokens} - {0}:
-        assert torch.equal(ops.moe_experts(x[:rows], w13, w2, weights[:rows], ids[:rows], valid[:rows]), got[:rows])
+        assert torch.equal(experts_ops.moe_experts(x[:rows], *packed, weights[:rows], ids[:rows], valid[:rows]), got[:rows])
+
+
+@pytest.mark.parametrize("case", [{"group": 16}, {"group": 16, "zeros": 1}, {}, {"group": 16, "order": 1}], ids=str)
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_of_codes(ops, linear_isa, dtype, scheme, case):
+    from oarlock.conformance.references import moe, schemes, weight_of
+
+    from oarlock_cpu import experts as experts_ops
+
+    generator, name = torch.Generator().manual_seed(4), f"moe_experts_{scheme}"
+    x = random(50, 64, dtype=dtype)
+    w13, w2 = weight_of(scheme, (5, 96, 64), case, generator), weight_of(scheme, (5, 64, 48), case, generator)
+    weights, ids = moe.moe_topk(random(50, 5, dtype=torch.float32, seed=3), 2, True)
+    valid = torch.arange(50) % 5 != 3
+    packed = [getattr(experts_ops, f"pack_{scheme}")(w) for w in (w13, w2)]
+    assert all(isinstance(w, experts_ops.PackedExperts) != ("order" in case) for w in packed)
+    got = getattr(experts_ops, name)(x, *packed, weights, ids, valid)
+    want = getattr(schemes, name)(x.double(), w13, w2, weights, ids, valid)
+    assert float((got.double() - want).square().sum() / want.square().sum()) < (1e-4 if dtype == torch.bfloat16 else 1e-11)
+    assert torch.equal(getattr(experts_ops, name)(x[:7], *packed, weights[:7], ids[:7], valid[:7]), got[:7]) or "order" in case
 
 
 def test_experts_refuse_an_unknown_expert(ops):
-    x, w13, w2 = torch.ones(1, 16), torch.ones(2, 32, 16), torch.ones(2, 16, 16)
+    from oarlock_cpu import experts
+
+    x, w13, w2 = torch.ones(1, 16), experts.pack(torch.ones(2, 32, 16)), experts.pack(torch.ones(2, 16, 16))
     with pytest.raises(RuntimeError, match="expert 2 of 2"):
-        ops.moe_experts(x, w13, w2, torch.ones(1, 1), torch.full((1, 1), 2, dtype=torch.int32), torch.ones(1, dtype=torch.bool))
+        experts.moe_experts(x, w13, w2, torch.ones(1, 1), torch.full((1, 1), 2, dtype=torch.int32), torch.ones(1, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

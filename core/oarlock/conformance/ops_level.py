@@ -109,7 +109,7 @@ def arrange(
         leaves, form = pytree.tree_flatten(value)  # a quantised weight is a dict of tensors
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             continue  # a static argument
-        if prepare is not None and name == "weight":
+        if prepare is not None and name in ("weight", "w13", "w2"):
             with subject.session():
                 weights[name] = prepare(pytree.tree_map(lambda leaf: subject.device.place(name, leaf, "none"), value))  # noqa: B023  used at once
             continue

@@ -97,8 +97,8 @@ class WeightLoader:
             whole = self._whole(spec, self._read) if formats is None else self._head(spec, formats, self._read_stored)
             self.bytes += whole.nbytes
             placed = self.device.place(".".join(map(str, spec.path)), whole, spec.shard)
-            prepare = self.prepare.get(spec.kind)
-            is_packed = prepare is not None and placed.dim() == 2 and spec.kind != "embedding"
+            prepare = self.prepare.get("moe_experts" if spec.kind == "experts" else spec.kind)
+            is_packed = prepare is not None and placed.dim() == (3 if spec.kind == "experts" else 2) and spec.kind != "embedding"
             _put(tree, spec.path, prepare(placed) if is_packed else placed if spec.kind == "linear" or spec is tied else _alone(placed))
         if tied is not None and "lm_head" not in tree:
             prepare, table = self.prepare.get("lm_head"), tree["embed"]["weight"]
@@ -115,7 +115,7 @@ class WeightLoader:
             self.bytes += tensor.nbytes
             follows = name == "codes" or (name not in ("groups", "input_scale") if spec.shard != "row" else name in ("scales", "zeros", "offsets") and by_runs)
             weight[name] = self.device.place(".".join(map(str, (*path, name))), tensor, spec.shard if follows else "none")
-        prepare = self.prepare.get(f"linear_{path[-1]}") if not spec.stack else None
+        prepare = self.prepare.get(f"moe_experts_{path[-2]}" if spec.kind == "experts" else f"linear_{path[-1]}")
         form = prepare(weight) if prepare is not None else weight
         # The device's `lm_head` keeps the sums of rows of any dtype in float32; a quantised linear does so for float32 rows alone.
         as_head = self.prepare["lm_head"](form) if spec.kind == "lm_head" and "lm_head" in self.prepare else None

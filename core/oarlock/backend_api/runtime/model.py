@@ -111,7 +111,7 @@ class WeightSpec:
     stack: bool = False  # sources become a new leading dimension (experts), in order; each is sharded as if it stood alone
     stack_parts: int = 1  # with stack: this many consecutive sources are concatenated for each entry
     optional: bool = False  # absent from the checkpoint: absent from the tree
-    kind: Literal["linear", "embedding", "norm", "other"] = "other"  # linears may be packed by the device
+    kind: Literal["linear", "embedding", "norm", "experts", "other"] = "other"  # linears and experts may be packed by the device
     dtype: str | None = None  # keep in this dtype whatever the model's
 
 

@@ -131,6 +131,6 @@ def moe_weights(
     w2 = tuple(f"{expert.format(e)}.{down}.weight" for e in ids)
     return [
         *linear_weights((*at, "router"), (router,), (num_experts,), hidden, "none"),
-        WeightSpec((*at, "experts", "w13"), w13, ((intermediate, hidden),) * len(w13), "column", stack=True, stack_parts=2),
-        WeightSpec((*at, "experts", "w2"), w2, ((hidden, intermediate),) * len(w2), "row", stack=True),
+        WeightSpec((*at, "experts", "w13"), w13, ((intermediate, hidden),) * len(w13), "column", stack=True, stack_parts=2, kind="experts"),
+        WeightSpec((*at, "experts", "w2"), w2, ((hidden, intermediate),) * len(w2), "row", stack=True, kind="experts"),
     ]

@@ -42,7 +42,7 @@ class QuantizedReader:
         Raises:
             WeightMismatch: parts of one fused linear are stored in different ways, or in a way that is not read.
         """
-        is_experts = spec.stack and "experts" in spec.path
+        is_experts = spec.kind == "experts"
         if (spec.kind not in ("linear", "lm_head") and not is_experts) or len(spec.shapes[0]) != 2:
             return None
         found = [self._format(spec, at) for at in range(len(spec.sources))]
