@@ -2,8 +2,9 @@
 // them together). Processors with tiles (isa_amx.cpp) do without.
 //
 // What binary16 cannot hold is kept out of its way: each row of x, and each output of a dense w, is multiplied by a power of two that
-// brings its largest number to [2^8, 2^9), and to [1/2, 1). A bfloat16 then loses bits only where it is 2^-17 of the largest beside it.
-// A lane sums 64 products in binary16, at most 2^15; such runs are added in float32. Codes of 4 or 8 bits become the numbers of such a w. The
+// brings its largest number to [2^9, 2^10), and to [1/2, 1). A bfloat16 then loses bits only where it is 2^-17 of the largest beside it.
+// A lane sums 32 products in binary16, at most 2^15; such runs are added in float32. What a run can lose is 2^-12 of its sum at each addition:
+// runs of 64 would be a tenth faster, at twice the squared error. Codes of 4 or 8 bits become the numbers of such a w. The
 // order depends on nothing but K, so a row's bits do not depend on the others here either.
 #define OARLOCK_ISA isa_fp16
 #define OARLOCK_NAME "avx512_fp16"
@@ -23,22 +24,19 @@ namespace {
 
 constexpr int kRows = 12;
 constexpr int64_t kDepth = 16;       // units of a tile
-constexpr int64_t kRunDepth = 4;     // tiles of a run: 64 products a lane
+constexpr int64_t kRunDepth = 2;     // tiles of a run: 32 products a lane
 constexpr int64_t kAheadBytes = 8192, kCodesAheadBytes = 4096;
 // Vectors of outputs that are summed side by side: as many as leave registers for x, w and codes.
 constexpr int columns_of(int rows) { return rows <= 6 ? 4 : rows <= 8 ? 3 : 2; }
 constexpr int code_columns_of(int rows) { return rows <= 5 ? 4 : rows <= 7 ? 3 : 2; }
 
-// 2^e with 2^e * largest in [2^(top - 1), 2^top), as far as a float32 can say it; 1 for a row of zeros.
-float power_for(uint32_t largest_bits, int top) {
+// e with 2^e * largest in [2^(top - 1), 2^top); 0 for a row of zeros. All exponents are float32, as the instruction that applies them takes them.
+float exponent_for(uint32_t largest_bits, int top) {
   int exponent = static_cast<int>(largest_bits >> 7) - 127;  // of a bfloat16 without its sign; subnormals count as the smallest
-  int e = largest_bits ? top - 1 - exponent : 0;
-  e = e > 120 ? 120 : e < -120 ? -120 : e;
-  uint32_t bits = static_cast<uint32_t>(e + 127) << 23;
-  float power;
-  memcpy(&power, &bits, 4);
-  return power;
+  return static_cast<float>(largest_bits ? top - 1 - exponent : 0);
 }
+
+INLINE vf times_power(vf v, vf exponent) { return (vf)_mm512_scalef_ps((__m512)v, (__m512)exponent); }
 
 // The largest finite magnitude, as the bits of a bfloat16.
 uint32_t largest_of(const bf16* x, int64_t n) {
@@ -57,12 +55,13 @@ uint32_t largest_of(const bf16* x, int64_t n) {
 }
 
 // 32 numbers times a power of two, in binary16; zeros past n.
-INLINE __m512i to_halves(const bf16* x, int64_t n, __m512 power) {
+INLINE __m512i to_halves(const bf16* x, int64_t n, vf exponent) {
   __mmask32 there = n >= 32 ? ~__mmask32(0) : n > 0 ? (__mmask32(1) << n) - 1 : 0;
   __m512i v = _mm512_maskz_loadu_epi16(there, x);
   __m512 low = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(v)), 16);
   __m512 high = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(v, 1)), 16);
-  __m256i a = _mm512_cvtps_ph(low * power, _MM_FROUND_TO_NEAREST_INT), b = _mm512_cvtps_ph(high * power, _MM_FROUND_TO_NEAREST_INT);
+  __m256i a = _mm512_cvtps_ph((__m512)times_power((vf)low, exponent), _MM_FROUND_TO_NEAREST_INT);
+  __m256i b = _mm512_cvtps_ph((__m512)times_power((vf)high, exponent), _MM_FROUND_TO_NEAREST_INT);
   return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
 }
 
@@ -90,33 +89,33 @@ INLINE void transpose(__m512i (&r)[16]) {
 
 }  // namespace
 
-// Row-major outputs [0, outputs) to a panel of halves and 32 float32, one over the power of each output.
+// Row-major outputs [0, outputs) to a panel of halves and 32 exponents, which undo those of the outputs.
 void pack_half_panel(const bf16* w, int64_t ldw, int64_t outputs, int64_t K, uint16_t* to) {
   int64_t depth = (K + 31) / 32;
   float* back = reinterpret_cast<float*>(to + depth * 2 * kTileUnits * 2);
   for (int n = 0; n < kPanel; ++n) {
-    float power = n < outputs ? power_for(largest_of(w + n * ldw, K), 0) : 1.f;
-    back[n] = 1.f / power;
+    float exponent = n < outputs ? exponent_for(largest_of(w + n * ldw, K), 0) : 0.f;
+    back[n] = -exponent;
     for (int64_t d = 0; d < depth; ++d) {
       alignas(64) uint32_t units[16];
-      _mm512_store_si512(units, n < outputs ? to_halves(w + n * ldw + d * 32, K - d * 32, _mm512_set1_ps(power)) : _mm512_setzero_si512());
+      _mm512_store_si512(units, n < outputs ? to_halves(w + n * ldw + d * 32, K - d * 32, splat(exponent)) : _mm512_setzero_si512());
       for (int u = 0; u < 16; ++u) memcpy(to + (((d * 2 + n / 16) * 16 + u) * 16 + n % 16) * 2, units + u, 4);
     }
   }
 }
 
-// One tile of x, [width / 2][tile] units of two numbers and kHalfTileGap units, and what the sums of each row are to be multiplied by.
+// One tile of x, [width / 2][tile] units of two numbers and kHalfTileGap units, and the exponent that undoes each row's.
 void pack_half_rows(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, uint32_t* out, float* back) {
-  constexpr int top = 9;  // 64 products with numbers below 1 fit
-  __m512 power[kRows];
+  constexpr int top = 10;  // 32 products with numbers below 1 fit
+  vf exponents[kRows];
   for (int64_t r = 0; r < rows; ++r) {
-    float p = power_for(largest_of(x + r * ldx, K), top);
-    power[r] = _mm512_set1_ps(p);
-    back[r] = 1.f / p;
+    float exponent = exponent_for(largest_of(x + r * ldx, K), top);
+    exponents[r] = splat(exponent);
+    back[r] = -exponent;
   }
   for (int64_t k = 0; k < width; k += 32) {
     __m512i part[16] = {};
-    for (int64_t r = 0; r < rows; ++r) part[r] = to_halves(x + r * ldx + k, K - k, power[r]);
+    for (int64_t r = 0; r < rows; ++r) part[r] = to_halves(x + r * ldx + k, K - k, exponents[r]);
     if (tile == 1) {
       _mm512_storeu_si512(out, part[0]);
       out += 16;
@@ -221,12 +220,14 @@ template <int MR, int NV, Ask ask> void block(const uint32_t* x, const char* con
   for (int64_t d0 = 0; d0 < depth; d0 += kRunDepth) {
     int64_t end = d0 + kRunDepth < depth ? d0 + kRunDepth : depth;
     __m512h acc[MR][NV];
+    for (int i = 0; i < MR; ++i)
+      for (int j = 0; j < NV; ++j) acc[i][j] = _mm512_setzero_ph();
     for (int64_t d = d0; d < end; ++d) {
       int64_t ahead = d * kStride + kAheadBytes;
       bool is_past = ahead >= depth * kStride;
       const char* const* early = is_past ? next : tiles;
       if (is_past) ahead -= depth * kStride;
-      auto unit = [&]<bool First>(int u) {
+      for (int u = 0; u < kDepth; ++u) {
         __m512h w[NV];
         for (int j = 0; j < NV; ++j) {
           if (ask.own) __builtin_prefetch(early[j] + ahead + u * 64);
@@ -235,12 +236,10 @@ template <int MR, int NV, Ask ask> void block(const uint32_t* x, const char* con
         for (int i = 0; i < ask.lines; ++i) __builtin_prefetch(next[i] + d * kStride + u * 64, 0, 2);
         for (int i = 0; i < MR; ++i) {
           __m512h xv = (__m512h)_mm512_set1_epi32(static_cast<int>(x[i]));
-          for (int j = 0; j < NV; ++j) acc[i][j] = First ? _mm512_mul_ph(xv, w[j]) : _mm512_fmadd_ph(xv, w[j], acc[i][j]);
+          for (int j = 0; j < NV; ++j) acc[i][j] = _mm512_fmadd_ph(xv, w[j], acc[i][j]);
         }
         x += MR;
-      };
-      if (d == d0) unit.template operator()<true>(0); else unit.template operator()<false>(0);
-      for (int u = 1; u < kDepth; ++u) unit.template operator()<false>(u);
+      }
     }
     Run<MR, NV> run(acc);
     add_run(run, d0 == 0, sums);
@@ -266,7 +265,7 @@ template <int MR, int NV> void columns(const LinearArgs& a, int64_t m0, int64_t 
   }
   int left = after[0] ? NV : 0;  // columns still to be asked for
   int lines = static_cast<int>(count > 1 ? (NV + count - 2) / (count - 1) : 0);
-  alignas(64) float sums[MR * NV * 32];
+  alignas(64) float sums[MR * NV * 32] = {};  // read where K is 0
   for (int64_t m = m0; m < m1; m += MR) {
     const uint32_t* x = static_cast<const uint32_t*>(a.x) + m / MR * (depth * kDepth * MR + kHalfTileGap);
     if (m == m0) {
@@ -283,7 +282,7 @@ template <int MR, int NV> void columns(const LinearArgs& a, int64_t m0, int64_t 
     int64_t rows = m1 - m < MR ? m1 - m : MR;
     for (int64_t i = 0; i < rows; ++i) {
       vf row[NV];
-      for (int j = 0; j < NV; ++j) row[j] = sum_of_units(sums + (i * NV + j) * 32) * splat(a.row_scales[m + i]) * back[j];
+      for (int j = 0; j < NV; ++j) row[j] = times_power(sum_of_units(sums + (i * NV + j) * 32), splat(a.row_exponents[m + i]) + back[j]);
       put(a, row, m + i, n, outputs);
     }
   }
@@ -308,7 +307,9 @@ template <int MR = kRows> void rows_of(const LinearArgs& a, int64_t m0, int64_t 
 
 // ---- codes ----------------------------------------------------------------------------------------------------------
 //
-// A code becomes a number of a dense panel: code * scale + offset, times the output's power, rounded once.
+// A code becomes a number of a dense panel: its scale and offset, times the output's power of two, are rounded to binary16, and so is the
+// number. Of 8 bits it is code - zero times the scale, plus what that leaves of the offset: an offset far from zero would not leave enough bits.
+// Of 4 bits, codes lie around 8, and the offset of that is small enough.
 
 // A unit of 16 outputs, two columns of each: step t of eight columns, which begin at `at`.
 template <int bits, int t> INLINE __m512h code_unit(const char* at) {
@@ -334,24 +335,30 @@ template <int bits, bool has_offsets> struct CodeColumn {
   static constexpr int64_t kStep = kPanel * bits;  // bytes of eight columns of a panel
   const char* at;
   int64_t table;  // of the first group's scale
-  vf power;
-  __m512h scale, offset;
+  vf exponent;
+  __m512h scale, offset, zero;
 
   INLINE_MEMBER void begin(const CodesArgs& c, int64_t column) {
     int64_t panel = column / 2, half = column % 2;
     at = static_cast<const char*>(c.panels) + panel * (c.width / 8) * kStep + half * (bits == 4 ? 64 : 32);
     table = panel * c.groups * kPanel + half * 16;
-    power = load(c.powers + column * 16);
+    exponent = load(c.exponents + column * 16);
   }
   INLINE_MEMBER void group(const CodesArgs& c, int64_t g) {
     vf s = numbers_at(c.scales, c.is_half, table + g * kPanel);
-    scale = for_units(s * power);
+    scale = for_units(times_power(s, exponent));
     if constexpr (has_offsets) {
-      vf o = c.offsets ? numbers_at(c.offsets, c.is_half, table + g * kPanel) : s * splat(-c.zero);
-      offset = for_units((bits == 4 ? fma(s, splat(8.f), o) : o) * power);
+      vf o = c.offsets ? numbers_at(c.offsets, c.is_half, table + g * kPanel) : s * splat(-c.zero), near = splat(8.f);
+      if constexpr (bits == 8) {
+        near = (vf)_mm512_roundscale_ps((__m512)(o / (s == splat(0.f) ? splat(1.f) : -s)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        near = max(splat(-128.f), near < splat(127.f) ? near : splat(127.f));
+        zero = for_units(near);
+      }
+      offset = for_units(times_power(fma(s, near, o), exponent));
     }
   }
   template <int t> INLINE_MEMBER __m512h unit() const {
+    if constexpr (has_offsets && bits == 8) return _mm512_fmadd_ph(_mm512_sub_ph(code_unit<bits, t>(at), zero), scale, offset);
     if constexpr (has_offsets) return _mm512_fmadd_ph(code_unit<bits, t>(at), scale, offset);
     return _mm512_mul_ph(code_unit<bits, t>(at), scale);
   }
@@ -375,7 +382,7 @@ template <int bits, bool has_offsets, int MR, int NV> void code_columns(const Co
   constexpr int64_t run_columns = kRunDepth * 32;
   C column[NV];
   for (int j = 0; j < NV; ++j) column[j].begin(c, column_of<NV>(a, n, j));
-  alignas(64) float sums[MR * NV * 32];
+  alignas(64) float sums[MR * NV * 32] = {};  // read where the width is 0
   const uint32_t* x = static_cast<const uint32_t*>(a.x);
   int64_t panel_bytes = c.width / 8 * C::kStep, k = 0, g = 0, group_end = 0;
   for (int64_t k0 = 0; k0 < c.width; k0 += run_columns) {
@@ -401,7 +408,7 @@ template <int bits, bool has_offsets, int MR, int NV> void code_columns(const Co
   int64_t outputs = n1 - n < NV * 16 ? n1 - n : NV * 16;
   for (int64_t i = 0; i < MR; ++i) {
     vf row[NV];
-    for (int j = 0; j < NV; ++j) row[j] = sum_of_units(sums + (i * NV + j) * 32) * splat(a.row_scales[i]) * (splat(1.f) / column[j].power);
+    for (int j = 0; j < NV; ++j) row[j] = times_power(sum_of_units(sums + (i * NV + j) * 32), splat(a.row_exponents[i]) - column[j].exponent);
     put(a, row, i, n, outputs);
   }
 }
@@ -432,7 +439,7 @@ template <int bits, bool has_offsets> void unpack_of(const CodesArgs& c, int64_t
       column.group(c, g);
       for (; k < c.ends[g]; k += 8, column.at += column.kStep) store_units(column, to + ((k / 32 * 2 + half) * 16 + k % 32 / 2) * 32);
     }
-    store(reinterpret_cast<float*>(to + c.width * kPanel) + half * 16, splat(1.f) / column.power);
+    store(reinterpret_cast<float*>(to + c.width * kPanel) + half * 16, -column.exponent);
   }
 }
 

@@ -31,7 +31,7 @@ struct LinearArgs {
   int64_t K, ldx, ldw, ldo;  // ldx: not with tiles; ldw: plain only
   bool out_f32;              // out is float32 whatever `dtype` is: the sums are not rounded
   int64_t tile = 0;          // rows of a tile, of `packed` alone: m0 is a multiple
-  const float* row_scales = nullptr;  // [rows], with half tiles: what the sums of each are multiplied by
+  const float* row_exponents = nullptr;  // [rows], with half tiles: each row's sums are to be multiplied by 2 to this
   // Not 0, with half tiles and no bias: n counts outputs of the first half of w, and each becomes act(itself) times the output `gate` after it,
   // both rounded to bfloat16 before, as two operations would.
   int64_t gate = 0;
@@ -40,7 +40,7 @@ struct LinearArgs {
 
 // Packed weights, P numbers a unit: [N / 32][K / (16 P)][2][16 units of K][16 outputs], zeros where N or K were rounded up.
 // Each of the 2 tiles is 16 units deep and 16 outputs wide: one vector of 16 lanes a unit, which is also the order of an AMX tile.
-// For half tiles the numbers are binary16, each output times a power of two, and a panel ends with 32 float32: one over those powers.
+// For half tiles the numbers are binary16, each output times a power of two, and a panel ends with 32 float32: exponents that undo those.
 constexpr int64_t kPanel = 32;       // outputs of a panel
 constexpr int64_t kTileUnits = 256;  // of one tile
 constexpr int64_t packed_step(Dtype d) { return d == Dtype::bf16 ? 32 : 16; }  // K is rounded up to it
@@ -51,15 +51,15 @@ constexpr int64_t packed_step(Dtype d) { return d == Dtype::bf16 ? 32 : 16; }  /
 //   panels  [N / 32], each 4 bits: [width / 8][32 outputs] of 32 bits, 8 codes 0 .. 15 of one output: columns 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first
 //                          8 bits: [width / 2][32 outputs][2 columns] of int8
 //   scales, offsets  [N / 32][groups][32] of float32 or binary16
-// With half tiles that number is the nearest binary16, and a panel is multiplied as a dense one of half tiles: by few rows as it is decoded,
-// by more after half_unpack. `powers` [N / 32][32] are those of the outputs.
+// With half tiles that number is rounded to binary16 (isa_fp16.cpp), times 2 to the output's entry in `exponents` [N / 32][32], and a panel is
+// multiplied as a dense one of half tiles: by few rows as it is decoded, by more after half_unpack.
 // Columns were put in order of their groups, each group rounded up to 8 columns and the last to 32 with x = 0 there.
 struct CodesArgs {
   int bits;
   const void *panels, *scales, *offsets;  // offsets may be null
   bool is_half;                           // scales and offsets are binary16
   const int32_t* ends;                    // [groups]: one past the last column of each
-  const float* powers;                    // null where only rows are read
+  const float* exponents;                    // null where only rows are read
   int64_t groups, width;
   float zero;
 };
@@ -111,7 +111,7 @@ struct Kernels {
   // With half tiles; else null. A panel of row-major w, or of codes; one tile of x; the product of at most a tile of rows with codes.
   void (*pack_half_panel)(const bf16* w, int64_t ldw, int64_t outputs, int64_t K, uint16_t* to);
   void (*half_unpack)(const CodesArgs&, int64_t panel, uint16_t* to);
-  void (*pack_half_rows)(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, uint32_t* out, float* row_scales);
+  void (*pack_half_rows)(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, uint32_t* out, float* row_exponents);
   void (*half_codes)(const CodesArgs&, const LinearArgs&, int64_t n0, int64_t n1);  // n0 a multiple of kPanel
   int few_rows;   // most rows that `codes` takes
   void (*codes)(const CodesArgs&, const LinearArgs&, int64_t n0, int64_t n1);        // all rows of x, one tile; n0 a multiple of kPanel

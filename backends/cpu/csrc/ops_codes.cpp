@@ -84,12 +84,12 @@ void run_decoded(const CodesArgs& c, const LinearArgs& a, int64_t M, int64_t N, 
   });
 }
 
-Tensor linear_codes(const Tensor& x_in, const Tensor& panels, const Tensor& scales, const OptionalTensor& offsets, const Tensor& ends, const Tensor& powers, int64_t bits, int64_t N, double zero,
+Tensor linear_codes(const Tensor& x_in, const Tensor& panels, const Tensor& scales, const OptionalTensor& offsets, const Tensor& ends, const Tensor& exponents, int64_t bits, int64_t N, double zero,
                     const OptionalTensor& bias, bool out_f32) {
   Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
   Tensor out = new_like(x, {x.size(0), N}, out_f32 ? std::optional(ScalarType::Float) : std::nullopt);
   Dtype d = dtype_of(x, "x");
-  run_codes(code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, &powers, bits, zero, bias ? &*bias : nullptr, d, x.size(1), N), d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr(), out_f32);
+  run_codes(code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, &exponents, bits, zero, bias ? &*bias : nullptr, d, x.size(1), N), d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr(), out_f32);
   return out;
 }
 
@@ -117,7 +117,7 @@ Tensor code_rows(const Tensor& ids, const Tensor& panels, const Tensor& scales, 
 
 }  // namespace
 
-CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, const Tensor* powers, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out) {
+CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, const Tensor* exponents, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out) {
   bool is_half = scales.scalar_type() == ScalarType::Half;
   int64_t groups = ends.numel(), rows = (out + kPanel - 1) / kPanel;
   const int32_t* last = ints(ends, "ends");
@@ -128,9 +128,9 @@ CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor*
   for (const Tensor* t : {&scales, offsets})
     STD_TORCH_CHECK(!t || (t->is_contiguous() && t->numel() == rows * groups * kPanel && t->scalar_type() == (is_half ? ScalarType::Half : ScalarType::Float)),
                     "linear_codes: scales and offsets must be [panels, groups, 32] of one dtype, float32 or float16");
-  STD_TORCH_CHECK(!powers || powers->numel() == rows * kPanel, "linear_codes: powers must be [panels, 32]");
+  STD_TORCH_CHECK(!exponents || exponents->numel() == rows * kPanel, "linear_codes: exponents must be [panels, 32]");
   CodeLinear found;
-  found.codes = {static_cast<int>(bits), panels.const_data_ptr(), scales.const_data_ptr(), offsets ? offsets->const_data_ptr() : nullptr, is_half, last, powers ? floats(*powers, "powers") : nullptr, groups, width, static_cast<float>(zero)};
+  found.codes = {static_cast<int>(bits), panels.const_data_ptr(), scales.const_data_ptr(), offsets ? offsets->const_data_ptr() : nullptr, is_half, last, exponents ? floats(*exponents, "exponents") : nullptr, groups, width, static_cast<float>(zero)};
   found.bias = checked_bias(bias, d, out);
   found.in = in, found.out = out;
   return found;
@@ -169,7 +169,7 @@ bool run_gated(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
-  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, Tensor powers, int bits, int out_size, float zero, Tensor? bias, bool out_f32) -> Tensor");
+  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, Tensor exponents, int bits, int out_size, float zero, Tensor? bias, bool out_f32) -> Tensor");
   m.def("pack_codes(Tensor codes, int bits) -> Tensor");
   m.def("code_rows(Tensor ids, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero) -> Tensor");
 }

@@ -1,5 +1,6 @@
 // linear over plain and packed weights, and the packing.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -72,7 +73,7 @@ template <class T> void unpack_row(const char* panel, int64_t n, int64_t K, bool
     for (int p = 0; p < P && u * P + p < K; ++p) {
       if constexpr (P == 2) {
         if (is_half) {
-          float f = widened(numbers[p].bits) * back;
+          float f = std::ldexp(widened(numbers[p].bits), static_cast<int>(back));
           uint32_t bits;
           std::memcpy(&bits, &f, 4);
           numbers[p].bits = static_cast<uint16_t>(f == f ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40);
@@ -132,7 +133,7 @@ Tensor linear_packed(const Tensor& x_in, const Tensor& weight, int64_t N, const 
 }
 
 // Panels that are walked side by side.
-int64_t group_of(const LinearArgs& a) { return a.gate ? 1 : a.row_scales && a.tile > 6 && a.tile <= 8 ? 3 : 2; }
+int64_t group_of(const LinearArgs& a) { return a.gate ? 1 : a.row_exponents && a.tile > 6 && a.tile <= 8 ? 3 : 2; }
 
 // As even as can be: of 13 rows, two tiles of 7.
 int64_t tile_of(int64_t M) {
@@ -160,7 +161,7 @@ void half_tiles(LinearArgs& a, const bf16* x, int64_t M, int64_t K, int64_t ldx,
   if (static_cast<int64_t>(buffer.size()) < count * (size + tile)) buffer.resize(count * (size + tile));
   uint32_t* to = buffer.data();
   float* scales = reinterpret_cast<float*>(to + count * size);
-  a.x = to, a.row_scales = scales;
+  a.x = to, a.row_exponents = scales;
   pool::parallel(count, 1, threads_for(M * K), [&, k = kernels()](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) k->pack_half_rows(x + t * tile * ldx, ldx, std::min(tile, M - t * tile), tile, K, width, to + t * size, scales + t * tile);
   });

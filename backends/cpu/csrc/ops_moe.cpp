@@ -49,7 +49,7 @@ struct Stack {
     auto moved = [](const void* p, int64_t by) -> const void* { return p ? static_cast<const char*>(p) + by : nullptr; };
     int64_t numbers = first * c.groups * kPanel * (c.is_half ? 2 : 4);
     c.panels = moved(c.panels, first * c.width * kPanel * c.bits / 8);
-    c.scales = moved(c.scales, numbers), c.offsets = moved(c.offsets, numbers), c.powers += first * kPanel;
+    c.scales = moved(c.scales, numbers), c.offsets = moved(c.offsets, numbers), c.exponents += first * kPanel;
     w.out = out;
     return one;
   }
@@ -97,14 +97,14 @@ Tensor moe_experts(const Tensor& x_in, const Tensor& w13, const Tensor& w2, int6
   return experts(x, stack(w13, hidden, 2 * size), stack(w2, size, hidden), count, weights, ids, valid);
 }
 
-// w13 and w2: panels, scales, ends, powers, then offsets where there are any.
+// w13 and w2: panels, scales, ends, exponents, then offsets where there are any.
 Tensor moe_experts_codes(const Tensor& x_in, std::vector<Tensor> w13, std::vector<Tensor> w2, int64_t bits, double zero, int64_t count, int64_t size, const Tensor& weights, const Tensor& ids,
                          const Tensor& valid) {
   Tensor x = packed(x_in);
   Dtype d = dtype_of(x, "x");
   int64_t hidden = x.size(1);
   auto stack = [&](const std::vector<Tensor>& w, int64_t in, int64_t out) {
-    STD_TORCH_CHECK(w.size() == 4 || w.size() == 5, "moe_experts: panels, scales, ends, powers and perhaps offsets expected");
+    STD_TORCH_CHECK(w.size() == 4 || w.size() == 5, "moe_experts: panels, scales, ends, exponents and perhaps offsets expected");
     int64_t rows = (out + kPanel - 1) / kPanel;
     return Stack{rows, {code_linear(w[0], w[1], w.size() == 5 ? &w[4] : nullptr, w[2], &w[3], bits, zero, nullptr, d, in, count * rows * kPanel)}, out};
   };

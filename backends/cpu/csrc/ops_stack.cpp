@@ -9,7 +9,7 @@
 namespace {
 
 // What oarlock_cpu/stack.py lays out for each layer. The weights that a layer has follow one another: the norms in kNorms's order, then
-// the linears in kLinears's, each as panels, bias, and where it is of codes, scales, offsets, ends and powers.
+// the linears in kLinears's, each as panels, bias, and where it is of codes, scales, offsets, ends and exponents.
 enum NormName { kAttentionNorm, kQNorm, kKNorm, kAttentionPostNorm, kMlpNorm, kMlpPostNorm, kNorms };
 enum LinearName { kQkv, kO, kGateUp, kDown, kLinears };
 enum Shape { kHeads, kKvHeads, kHeadDim, kWindow, kGroup, kTable, kIsInterleaved, kAct, kInner, kCache, kNormMask, kFirstLinear, kShapes = kFirstLinear + kLinears };
@@ -42,8 +42,8 @@ Linear linear_of(Given& w, int64_t shape, double zero, Dtype d, int64_t in, int6
   if (!(shape & kBits)) return {packed_linear(panels, bias, d, in, out)};
   const Tensor& scales = w.next();
   const Tensor* offsets = shape & kHasOffsets ? &w.next() : nullptr;
-  const Tensor &ends = w.next(), &powers = w.next();
-  return {code_linear(panels, scales, offsets, ends, &powers, shape & kBits, zero, bias, d, in, out)};
+  const Tensor &ends = w.next(), &exponents = w.next();
+  return {code_linear(panels, scales, offsets, ends, &exponents, shape & kBits, zero, bias, d, in, out)};
 }
 
 // What all layers over one KV group share in a step.

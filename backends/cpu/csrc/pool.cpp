@@ -125,9 +125,11 @@ void run(int64_t count, int64_t chunk, int threads, bool ahead, Body body, void*
     pthread_atfork(nullptr, nullptr, after_fork);
     team = new Team;
   }
-  inside = true;
+  struct Inside {
+    Inside() { inside = true; }
+    ~Inside() { inside = false; }
+  } while_it_runs;  // a thread that cannot be started throws
   team->run(count, chunk, threads, ahead, body, context);
-  inside = false;
 }
 
 }  // namespace pool

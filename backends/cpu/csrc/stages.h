@@ -28,13 +28,22 @@ Rows form_of(Dtype d);  // what `packed` takes rows of `d` as
 // thread. Returns the rows of a block.
 int64_t give_rows(LinearArgs& a, Rows form, const void* x, int64_t ldx, int64_t M, int64_t K, int64_t width);
 
+// Items that a thread claims at once: some eight times a thread, at least `group`, and so many that all threads have as much to do.
+static inline int64_t chunk_of(int64_t count, int64_t group, int threads) {
+  if (threads == 1) return count;
+  int64_t least = count / (threads * 8), best = least > group ? least / group * group : group;
+  auto most = [&](int64_t chunk) { return ((count + chunk - 1) / chunk + threads - 1) / threads * chunk; };  // of one thread
+  for (int64_t chunk = best; chunk < 2 * least + 2 * group; ++chunk)
+    if (most(chunk) < most(best)) best = chunk;
+  return best;
+}
+
 // f(m0, m1, n0, n1, next) for blocks of at most `block` rows times some of `group` panels of outputs; `next` is the output at which this
 // thread goes on, -1 if it does not.
 template <class F> void spread(int64_t M, int64_t N, int64_t K, int64_t block, int64_t group, const F& f) {
   int64_t panels = (N + kPanel - 1) / kPanel, blocks = (M + block - 1) / block;
   int threads = threads_for(M * N * K);
-  int64_t chunk = panels * blocks / (threads * 8), whole = threads == 1 ? panels * blocks : chunk > group ? chunk / group * group : group;
-  pool::parallel(panels * blocks, whole, threads, [&](int64_t begin, int64_t end, int64_t next) {
+  pool::parallel(panels * blocks, chunk_of(panels * blocks, group, threads), threads, [&](int64_t begin, int64_t end, int64_t next) {
     while (begin < end) {  // panels of one block of rows are done together
       int64_t m = begin / panels, p0 = begin % panels, p1 = p0 + (end - begin) < panels ? p0 + (end - begin) : panels;
       begin += p1 - p0;
@@ -54,7 +63,7 @@ struct CodeLinear {
   int64_t in, out;
 };
 
-CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, const Tensor* powers, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out);
+CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, const Tensor* exponents, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out);
 // out [M][w.out], of `d` or float32.
 void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
 bool run_gated(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* out);

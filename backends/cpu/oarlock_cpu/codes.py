@@ -28,7 +28,7 @@ class PackedCodes:
     scales: torch.Tensor  # [ceil(out / 32), groups, 32] float16 where that keeps every bit, else float32
     offsets: torch.Tensor | None  # as scales; None: -zero * scale
     ends: torch.Tensor  # [groups] int32
-    powers: torch.Tensor  # [ceil(out / 32), 32] float32: the power of two that brings an output's largest number to [1/2, 1)
+    exponents: torch.Tensor  # [ceil(out / 32), 32] float32: 2 to it brings an output's largest number to [1/2, 1)
     order: torch.Tensor | None  # [width] int64: which column of x each is, one past the last for none; None: as they are
     bits: int
     zero: float
@@ -59,19 +59,34 @@ def _packed(codes: torch.Tensor, weight: dict[str, torch.Tensor], bits: int, zer
     else:
         codes = torch.nn.functional.pad(codes, (0, 1))[:, order.clamp(max=codes.shape[1])]
     offsets = -weight["zeros"].float() * scales if "zeros" in weight else weight.get("offsets")
-    powers = _powers(scales, scales * -zero if offsets is None else offsets, bits)
+    of_zero = scales * -zero if offsets is None else offsets
+    lowest, highest = (torch.addcmul(of_zero, scales, code) for code in _range(codes, ends))
+    # Where all codes of a group are one, its scale may be any number: it must not be one that narrower numbers cannot hold.
+    is_idle = (lowest == highest) & (scales.abs() > 4096 * torch.maximum(lowest.abs(), highest.abs()).amax(1, keepdim=True))
+    if is_idle.any():
+        scales = scales.masked_fill(is_idle, 0.0)
+        offsets = None if offsets is None else torch.where(is_idle, lowest, offsets)
     tables = [t for t in (scales, offsets) if t is not None]
     if all(torch.equal(t.half().float(), t) for t in tables):
         tables = [t.half() for t in tables]
     tables = [_by_panel(t) for t in tables]
-    return PackedCodes(_pack(codes.contiguous(), bits), tables[0], tables[1] if offsets is not None else None, ends, powers, order, bits, zero, out_size, in_size)
+    return PackedCodes(_pack(codes.contiguous(), bits), tables[0], tables[1] if offsets is not None else None, ends, _exponents(lowest, highest), order, bits, zero, out_size, in_size)
 
 
-def _powers(scales: torch.Tensor, offsets: torch.Tensor, bits: int) -> torch.Tensor:
-    low, high = (0, 15) if bits == 4 else (-128, 127)
-    largest = torch.maximum((low * scales + offsets).abs(), (high * scales + offsets).abs()).amax(1)
-    exponents = torch.frexp(largest).exponent.clamp(-120, 120)
-    return _by_panel(torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, -exponents, 0))[:, None]).flatten(1)
+def _exponents(lowest: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
+    """[panels, 32] of outputs whose numbers lie between those [out, groups]."""
+    largest = torch.maximum(lowest.abs(), highest.abs()).amax(1)
+    return _by_panel(-torch.frexp(largest).exponent.float()[:, None]).flatten(1)
+
+
+def _range(codes: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest code of each group, [out, groups] float32."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    if len(set(sizes)) == 1:
+        groups = codes.unflatten(1, (len(sizes), sizes[0]))
+        return groups.amin(-1).float(), groups.amax(-1).float()
+    parts = [torch.aminmax(part, dim=1) for part in codes.split(sizes, 1)]
+    return torch.stack([part.min for part in parts], 1).float(), torch.stack([part.max for part in parts], 1).float()
 
 
 def _by_panel(table: torch.Tensor) -> torch.Tensor:
@@ -107,9 +122,11 @@ def linear(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None = Non
 
 def multiply(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, out_f32: bool) -> torch.Tensor:
     """A linear whose sums may be kept in float32."""
+    if weight.in_size - x.shape[1] not in ((0, 1) if weight.bits == 4 else (0,)):  # of an odd number of columns int4 holds one more
+        raise RuntimeError(f"linear_int{weight.bits}: x [num_tokens, {x.shape[1]}] does not fit a weight of [{weight.out_size}, {weight.in_size}]")
     if weight.order is not None:
         x = torch.nn.functional.pad(x, (0, 1))[:, weight.order]
-    return _linear(x, weight.panels, weight.scales, weight.offsets, weight.ends, weight.powers, weight.bits, weight.out_size, weight.zero, bias, out_f32)
+    return _linear(x, weight.panels, weight.scales, weight.offsets, weight.ends, weight.exponents, weight.bits, weight.out_size, weight.zero, bias, out_f32)
 
 
 def rows(ids: torch.Tensor, weight: PackedCodes) -> torch.Tensor:

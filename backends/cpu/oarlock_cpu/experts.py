@@ -83,4 +83,4 @@ def _multiply(op: str, x: torch.Tensor, w13: Any, w2: Any, *routing: torch.Tenso
 
 
 def _tensors(packed: Any) -> list[torch.Tensor]:
-    return [packed.panels, packed.scales, packed.ends, packed.powers, *([] if packed.offsets is None else [packed.offsets])]
+    return [packed.panels, packed.scales, packed.ends, packed.exponents, *([] if packed.offsets is None else [packed.offsets])]

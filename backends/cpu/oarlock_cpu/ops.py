@@ -59,14 +59,20 @@ def pack_head(weight: Any) -> PackedWeight | codes.PackedCodes | None:
 def linear(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As the registry's linear; `weight` is packed or plain."""
     if type(weight) is PackedWeight:
-        return _linear_packed(x, weight.panels, weight.out_size, bias, False)
+        return _multiply(x, weight, bias, False)
     return _linear(x, weight, bias, False)
+
+
+def _multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out_f32: bool) -> torch.Tensor:
+    if x.shape[1] != weight.in_size:  # the panels were rounded up, so that the kernel cannot tell
+        raise RuntimeError(f"linear: x [num_tokens, {x.shape[1]}] does not fit a weight of [{weight.out_size}, {weight.in_size}]")
+    return _linear_packed(x, weight.panels, weight.out_size, bias, out_f32)
 
 
 def lm_head(x: torch.Tensor, weight: torch.Tensor | PackedWeight | codes.PackedCodes, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As the registry's lm_head: the sums of a linear, kept in float32."""
     if type(weight) is PackedWeight:
-        return _linear_packed(x, weight.panels, weight.out_size, bias, True)
+        return _multiply(x, weight, bias, True)
     if type(weight) is codes.PackedCodes:
         return codes.multiply(x, weight, bias, True)
     return _linear(x, weight, bias, True)

@@ -7,6 +7,7 @@ Never: imports torch or a heavy module of this package.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from oarlock.backend_api import AttentionSpec, Claims, DeviceSpec, OpImpl, ProbeResult, Problem, Support, hookimpl
@@ -17,6 +18,7 @@ BLOCK_SIZES = (16, 8, 32, 64, 128)  # preferred first
 KERNEL_DTYPES = ("float32", "bfloat16")  # what the compiled kernels compute in
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 MAX_HEAD_DIM = 512
+INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512_fp16", "amx")  # that OARLOCK_CPU_ISA may name
 PRIORITY = 10  # above core's references and below a feature plugin that is installed on purpose
 CODE_SCHEMES = ("int4", "int8")  # of quantised weights; the references serve the others
 LAYER_OPS = ("embedding", "linear", "lm_head", "rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "silu_and_mul", "gelu_and_mul", "activation")
@@ -36,6 +38,9 @@ def dtype_order(processor: host.Processor) -> tuple[tuple[str, ...], tuple[str, 
 
 def probe() -> ProbeResult:
     """The host's processor is always there."""
+    cap = os.environ.get("OARLOCK_CPU_ISA")
+    if cap is not None and cap not in INSTRUCTION_SETS:
+        return ProbeResult("error", f"OARLOCK_CPU_ISA={cap} is none of {', '.join(INSTRUCTION_SETS)}; unset it, or take one of those")
     processor = host.read_processor()
     memory = host.memory()
     claims = Claims(

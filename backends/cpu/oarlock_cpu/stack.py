@@ -140,5 +140,5 @@ def _linear(linear: Any, flat: list[torch.Tensor]) -> tuple[int, float]:
     has = _HAS_BIAS * (bias is not None)
     if isinstance(weight, own.PackedWeight):
         return has, 0.0
-    flat += [t for t in (weight.scales, weight.offsets, weight.ends, weight.powers) if t is not None]
+    flat += [t for t in (weight.scales, weight.offsets, weight.ends, weight.exponents) if t is not None]
     return has | weight.bits | _HAS_OFFSETS * (weight.offsets is not None), weight.zero

@@ -59,7 +59,29 @@ def test_a_rows_bits_do_not_depend_on_the_others(codes, linear_isa, scheme, dtyp
     x = torch.randn(130, 240, generator=torch.Generator().manual_seed(1)).to(dtype)
     whole = codes.linear(x, packed)
     for low, high in ((0, 1), (5, 7), (9, 12), (20, 24), (100, 113)):
-        assert torch.equal(codes.linear(x[low:high], packed), whole[low:high])
+        assert torch.equal(codes.linear(x[low:high], packed).view(torch.uint8), whole[low:high].view(torch.uint8))  # zeros have signs
+
+
+@pytest.mark.parametrize("zero", [0, 20, 100, -128])
+def test_zero_points_far_from_the_middle_cost_nothing(codes, linear_isa, zero):
+    """Rows whose mean is not 0 add up whatever a group's weights are wrong by together."""
+    generator = torch.Generator().manual_seed(0)
+    held = (zero + torch.randn(64, 4096, generator=generator) * 16).round().clamp(-128, 127).to(torch.int8)
+    weight = {"codes": held, "scales": (torch.rand(64, 1, generator=generator) + 0.5) * 1e-3, "zeros": torch.full((64, 1), zero, dtype=torch.int16)}
+    x = (torch.randn(16, 4096, generator=generator) + 1).bfloat16()
+    got = codes.multiply(x, codes.pack_int8(weight), None, True)
+    assert error(got, schemes.linear_int8(x.double(), weight)) < 1e-5
+
+
+def test_a_group_without_numbers_may_have_any_scale(codes, linear_isa):
+    held = torch.full((32, 64), 8, dtype=torch.uint8)
+    held[:, 32:] = 11
+    scales = torch.ones(32, 2)
+    scales[:, 0] = 1e9
+    packed = codes.pack_int4({"codes": held[:, 0::2] | held[:, 1::2] << 4, "scales": scales})
+    assert torch.equal(codes.linear(torch.ones(1, 64).bfloat16(), packed), torch.full((1, 32), 96.0).bfloat16())
+    same = codes.pack_int8({"codes": torch.full((32, 64), 100, dtype=torch.int8), "scales": torch.full((32, 1), 1 / 3), "zeros": torch.full((32, 1), 100, dtype=torch.int16)})
+    assert codes.multiply(torch.ones(1, 64).bfloat16(), same, None, True).abs().max() < 1e-3
 
 
 def test_scales_are_kept_in_halves_only_where_that_keeps_every_bit(codes):
@@ -81,12 +103,12 @@ def test_halves_are_read_exactly_on_every_instruction_set(codes, isa):
 
 def test_what_does_not_fit_is_refused(codes):
     _, packed = made(codes, "int4", {"group": 32}, 64, 96)
-    with pytest.raises(RuntimeError, match="does not fit the packed codes"):
+    with pytest.raises(RuntimeError, match=r"x \[num_tokens, 97\] does not fit a weight of \[64, 96\]"):
         codes.linear(torch.zeros(1, 97), packed)
     with pytest.raises(RuntimeError, match="ascending multiples of 8"):
-        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales, None, torch.tensor([32, 36, 96], dtype=torch.int32), packed.powers, 4, 64, 8.0, None, False)
+        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales, None, torch.tensor([32, 36, 96], dtype=torch.int32), packed.exponents, 4, 64, 8.0, None, False)
     with pytest.raises(RuntimeError, match="one dtype"):
-        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales.double(), None, packed.ends, packed.powers, 4, 64, 8.0, None, False)
+        codes._linear(torch.zeros(1, 96), packed.panels, packed.scales.double(), None, packed.ends, packed.exponents, 4, 64, 8.0, None, False)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from oarlock.conformance.references import layers as reference
@@ -63,7 +66,7 @@ def test_linear_refuses_what_does_not_fit(ops):
     x, w = random(2, 32, dtype=torch.float32), random(8, 48, dtype=torch.float32)
     with pytest.raises(RuntimeError, match="expected"):
         ops.linear(x, w)
-    with pytest.raises(RuntimeError, match="does not fit the packed weight"):
+    with pytest.raises(RuntimeError, match="does not fit a weight of"):
         ops.linear(x, ops.pack(w))
     with pytest.raises(RuntimeError, match="float32 or bfloat16"):
         ops.linear(x.half(), w[:, :32].half())
@@ -222,6 +225,50 @@ def test_experts_of_codes(ops, linear_isa, dtype, scheme, case):
     want = getattr(schemes, name)(x.double(), w13, w2, weights, ids, valid)
     assert float((got.double() - want).square().sum() / want.square().sum()) < (1e-4 if dtype == torch.bfloat16 else 1e-11)
     assert torch.equal(getattr(experts_ops, name)(x[:7], *packed, weights[:7], ids[:7], valid[:7]), got[:7]) or "order" in case
+
+
+def test_a_width_that_panels_hide_is_refused(ops):
+    for call in (ops.linear, ops.lm_head):
+        with pytest.raises(RuntimeError, match=r"x \[num_tokens, 40\] does not fit a weight of \[5, 33\]"):
+            call(torch.zeros(2, 40), ops.pack(torch.zeros(5, 33)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_columns_give_zeros(ops, linear_isa, dtype):
+    ops.linear(torch.ones(20, 64, dtype=dtype), ops.pack(torch.ones(40, 64, dtype=dtype)))  # leaves numbers in buffers
+    for rows in (2, 20):
+        assert not ops.linear(torch.zeros(rows, 0, dtype=dtype), ops.pack(torch.zeros(40, 0, dtype=dtype))).any()
+
+
+@pytest.mark.parametrize(("weight", "x"), [(126, -100), (-60, 126), (-120, 100), (0, -130), (126, -126)])
+def test_powers_of_two_at_the_ends_of_bfloat16(ops, linear_isa, weight, x):
+    w, rows = torch.full((32, 64), 2.0**weight).bfloat16(), torch.full((3, 64), 2.0**x).bfloat16()
+    assert torch.equal(ops.lm_head(rows, ops.pack(w)), torch.full((3, 32), 64 * 2.0 ** (weight + x)))
+
+
+def test_a_thread_that_cannot_be_started_leaves_the_team_usable():
+    script = """
+import os, resource, torch
+from oarlock_cpu import ops, native
+assert not native.problem()
+x, p = torch.randn(64, 512).bfloat16(), ops.pack(torch.randn(512, 512).bfloat16())
+torch.set_num_threads(1)
+ops.linear(x, p)
+pages, (soft, hard) = int(open("/proc/self/statm").read().split()[0]) * 4096, resource.getrlimit(resource.RLIMIT_AS)
+torch.set_num_threads(4)
+resource.setrlimit(resource.RLIMIT_AS, (pages + (2 << 20), hard))
+try:
+    ops.linear(x, p)
+    raise SystemExit("a thread was started")
+except RuntimeError:
+    pass
+resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+before = len(os.listdir("/proc/self/task"))
+ops.linear(x, p)
+assert len(os.listdir("/proc/self/task")) > before
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_experts_refuse_an_unknown_expert(ops):
