@@ -193,7 +193,8 @@ def _probe(plugin: FoundPlugin, spec: DeviceSpec) -> DeviceRow:
             if not isinstance(result, ProbeResult):
                 result = ProbeResult("error", f"its probe answered {type(result).__name__} instead of ProbeResult", f"upgrade {plugin.distribution}")
         except Exception as error:  # noqa: BLE001 - a probe never ends us
-            result = ProbeResult("error", f"its probe raised {type(error).__name__}: {error}", "oarlock doctor shows more")
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            result = ProbeResult("error", f"its probe raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})", f"mend or upgrade {plugin.distribution}, or uninstall it")
     probe_ms = (time.perf_counter() - started) * 1000
     return DeviceRow(spec.name, plugin.distribution, plugin.version, spec.api_version, result, spec.priority, spec, probe_ms, bool(problem))
 

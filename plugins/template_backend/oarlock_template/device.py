@@ -7,7 +7,7 @@ Never: knows a model; chooses an implementation (core does).
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import torch
 from oarlock.backend_api import Capabilities
@@ -43,8 +43,9 @@ class TemplateDevice(Device):
 
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the host. Not needed where torch.accelerator knows them: that is the default."""
-        page = os.sysconf("SC_PAGE_SIZE")
-        return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        return kib["MemAvailable"] << 10, kib["MemTotal"] << 10
 
     def buckets(self, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> dict[str, tuple[int, ...]]:
         """As few as do: one shape for prompts, one or two for what decodes, two widths of the block table."""

@@ -63,11 +63,18 @@ class Ops:
         self.prepare: dict[str, Callable[..., Any]] = {}  # op -> pack a weight once at load
 
 
+def _imported(impl: OpImpl, field: str, path: str) -> Any:
+    try:
+        return resolve(path)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"op {impl.op}: the {field} of {impl.name}'s implementation, {path!r}, cannot be imported: {type(error).__name__}: {error}") from error
+
+
 def bind_ops(impls: Iterable[OpImpl], dtype: str) -> Ops:
     """Choose an implementation for every op of the registry; the reference serves what nobody else does.
 
     Raises:
-        ValueError: two supported implementations of equal priority, or one for an op that does not exist.
+        ValueError: two supported implementations of equal priority, one for an op that does not exist, or one whose import string names nothing.
     """
     bound = Ops()
     by_op: dict[str, list[OpImpl]] = {}
@@ -85,8 +92,8 @@ def bind_ops(impls: Iterable[OpImpl], dtype: str) -> Ops:
                 chosen = impl
             elif impl.priority == chosen.priority:
                 raise ValueError(f"op {name}: {chosen.name} and {impl.name} have equal priority {impl.priority}; raise one")
-        setattr(bound, name, resolve(chosen.factory) if chosen else op.reference)
+        setattr(bound, name, _imported(chosen, "factory", chosen.factory) if chosen else op.reference)
         if chosen is not None and chosen.prepare is not None:
-            bound.prepare[name] = resolve(chosen.prepare)
+            bound.prepare[name] = _imported(chosen, "prepare", chosen.prepare)
         bound.table.append((name, chosen.name if chosen else "reference", " | ".join(rejected)))
     return bound

@@ -1,6 +1,6 @@
 """The heavy module, imported in a worker: the one class that a device must bring."""
 
-import os
+from pathlib import Path
 
 import torch
 from oarlock.backend_api import Capabilities
@@ -23,5 +23,6 @@ class TemplateDevice(Device):
 
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes. Not needed where torch.accelerator knows them: that is the default."""
-        page = os.sysconf("SC_PAGE_SIZE")
-        return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        return kib["MemAvailable"] << 10, kib["MemTotal"] << 10
