@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "stages.h"
@@ -59,7 +60,12 @@ const Format8& e5m2() {
 template <int P, class T, class D, class F> void scatter(const Cache& c, const T* key, const T* value, D* keys, D* values, int64_t block, int64_t at, int64_t head_dim, const F& kept) {
   D* k = keys + block * c.block_size * c.dim + at * P;
   D* v = values + block * c.block_size * c.dim + at / P * c.dim * P + at % P;
-  for (int64_t d = 0; d < head_dim; ++d) k[d / P * c.block_size * P + d % P] = kept(key[d]);
+  if constexpr (P == 2 && sizeof(D) == 2 && std::is_same_v<T, D>) {
+    for (int64_t d = 0; d + 1 < head_dim; d += 2) std::memcpy(k + d * c.block_size, key + d, 4);  // a unit
+    if (head_dim % 2) k[(head_dim - 1) * c.block_size] = key[head_dim - 1];
+  } else {
+    for (int64_t d = 0; d < head_dim; ++d) k[d / P * c.block_size * P + d % P] = kept(key[d]);
+  }
   for (int64_t d = 0; d < head_dim; ++d) v[d * P] = kept(value[d]);
   for (int64_t d = head_dim; d < c.dim; ++d) k[d / P * c.block_size * P + d % P] = D{}, v[d * P] = D{};  // padding must be finite
 }
