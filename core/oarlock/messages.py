@@ -150,6 +150,7 @@ class ScheduledRow:
     num_tokens: int
     emits: bool  # the last of these tokens is the last known one: sample after it
     banned_token_ids: tuple[int, ...] = ()  # for this step only: min_tokens (EOS, stop ids), bad_words
+    mask: bytes = b""  # structured output: one bit a token of the vocabulary, padded to words of 32, lowest bit first; b"": every token
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,3 +230,4 @@ class EngineInfo:
     program_folder: str = ""  # where they are kept for the next start; "": nowhere
     max_logit_bias: int = 0  # entries of one request; 0: as many as there are tokens
     supports_host_callbacks: bool = False  # in-process: per-request logits processors are possible
+    structured_outputs: tuple[tuple[str, str], ...] = ()  # (backend, why it cannot serve or ""), the default first; (): no package has one

@@ -13,6 +13,7 @@ Never: changes itself: only the scheduler writes these fields.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -47,6 +48,7 @@ class Branch:
         "is_known",
         "key",
         "logprobs",
+        "mask",
         "num_computed",
         "num_pending",
         "num_scheduled",
@@ -71,6 +73,7 @@ class Branch:
         self.hashes: list[bytes] = []  # chained hashes of its full blocks, as far as they were needed
         self.host_tokens: list[int] = []  # chosen by the host and not yet sent to the worker
         self.banned: tuple[int, ...] = ()  # of its last row
+        self.mask: bytes | None = None  # structured output: what its next token may be; None until that is known
         self.cumulative_logprob: float | None = None
         self.logprobs: list[PositionLogprobs] = []  # kept under beam search only
         self.candidates: tuple[tuple[int, float], ...] | None = None  # beam search: (token id, logprob), best first; None until computed
@@ -96,7 +99,8 @@ class Branch:
             return 0
         if self.num_pending and r.needs_host_tokens:
             return 0
-        return promised - self.num_scheduled
+        waits = r.constraint is not None and self.mask is None  # its last token is computed when the sample after it can be taken
+        return promised - self.num_scheduled - waits
 
     def emits_at(self, end: int) -> bool:
         """Whether a row that ends before position `end` samples a token."""
@@ -124,7 +128,9 @@ class Request:
         self.stop_ban = tuple(sorted(self.eos_ids | self.stop_ids))
         self.bad_tokens = tuple(words[0] for words in p.bad_words_token_ids if len(words) == 1)
         self.bad_tails = tuple(words for words in p.bad_words_token_ids if len(words) > 1)
-        self.needs_host_tokens = self.is_beam or bool(p.logits_processors) or bool(self.bad_tails)
+        self.constraint = p.structured_outputs if self.max_total > self.num_prompt else None
+        self.worker_params = p if p.structured_outputs is None else replace(p, structured_outputs=None)  # workers get masks
+        self.needs_host_tokens = self.is_beam or bool(p.logits_processors) or bool(self.bad_tails) or self.constraint is not None
         # Branches: `leader` computes the first `fork_at` tokens, which `unborn` share.
         self.branches: list[Branch] = []
         self.unborn: list[Branch] = []

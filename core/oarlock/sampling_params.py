@@ -14,7 +14,9 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, Self
 
+from oarlock import structured_outputs as structured
 from oarlock.errors import InvalidParameter
+from oarlock.structured_outputs import StructuredOutputs
 
 GREEDY_EPSILON = 1e-5  # temperatures below this are greedy
 MAX_BRANCHES = 128
@@ -57,11 +59,6 @@ FOREIGN_NAMES = {
 
 # Known features of other engines that this version cannot honour. Refused when set, accepted when neutral (None or False).
 NOT_BUILT = {
-    **dict.fromkeys(
-        ("structured_outputs", "guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object",
-         "guided_decoding_backend", "guided_whitespace_pattern", "structural_tag", "response_format"),
-        "constrained output",
-    ),
     **dict.fromkeys(("thinking_token_budget", "reasoning_effort"), "reasoning budgets"),
     "repetition_detection": "stopping at detected repetition",
     "watermarking": "watermarks",
@@ -80,6 +77,10 @@ NOT_BUILT = {
 }  # fmt: skip
 
 
+# Other fields that ask for structured output; what they say is kept in `structured_outputs`.
+STRUCTURED_NAMES = ("response_format", "guided_decoding", *structured.OLDER)
+
+
 def _refuse(name: str, value: object, rule: str, remedy: str) -> InvalidParameter:
     text = repr(value)
     return InvalidParameter(f"{name} is {text if len(text) <= 80 else text[:77] + '...'}, but {rule}; {remedy}.", param=name)
@@ -87,7 +88,7 @@ def _refuse(name: str, value: object, rule: str, remedy: str) -> InvalidParamete
 
 def unknown_field_error(name: str, value: object = None) -> InvalidParameter | None:
     """Why `name=value` cannot be a sampling field; None if it is a field, or a known feature left off."""
-    if name in SamplingParams.__slots__:
+    if name in SamplingParams.__slots__ or name in STRUCTURED_NAMES:
         return None
     if name in FOREIGN_NAMES:
         return InvalidParameter(f"{name} is not a sampling field here: use {FOREIGN_NAMES[name]}.", param=name)
@@ -216,11 +217,12 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the frontend adds those of bad_words
     skip_reading_prefix_cache: bool = False
+    structured_outputs: StructuredOutputs | None = None  # the answer's shape; a mapping is accepted, and the keywords of STRUCTURED_NAMES
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Before __init__, so that a foreign name gets an error that helps instead of Python's "unexpected keyword argument".
         for name, value in kwargs.items():
-            if name not in cls.__slots__:
+            if name not in cls.__slots__ and name not in STRUCTURED_NAMES:
                 raise unknown_field_error(name, value) or InvalidParameter(
                     f"{name} is no field of this version; leave it out, or use SamplingParams.from_kwargs, which drops neutral values.", param=name
                 )
@@ -230,6 +232,8 @@ class SamplingParams:
         for spec in fields(self):
             if getattr(self, spec.name) is None and spec.name != "max_tokens":
                 object.__setattr__(self, spec.name, spec.default)
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", structured.read({"structured_outputs": self.structured_outputs}))
         checked = self._numbers() | self._switches() | self._lists()
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -244,7 +248,7 @@ class SamplingParams:
         """From a client's fields. A known feature that is left off (None or False) is dropped, anything else unknown is refused."""
         known = {}
         for name, value in values.items():
-            if name in cls.__slots__:
+            if name in cls.__slots__ or name in STRUCTURED_NAMES:
                 known[name] = value
             elif (error := unknown_field_error(name, value)) is not None:
                 raise error
@@ -358,6 +362,20 @@ class SamplingParams:
                 raise _refuse(name, getattr(self, name), rule, "leave it out, or sample instead of searching")
         if self.stop:
             raise _refuse("stop", list(self.stop), "beams are compared as tokens and have no text until they end", "use stop_token_ids")
+
+
+_init = SamplingParams.__init__
+
+
+def _init_with_others(self: SamplingParams, *args: Any, **kwargs: Any) -> None:
+    """STRUCTURED_NAMES are keywords, not fields: what travels and is compared has one form only."""
+    if not kwargs.keys().isdisjoint(STRUCTURED_NAMES):
+        asked = {name: kwargs.pop(name) for name in ("structured_outputs", *STRUCTURED_NAMES) if name in kwargs}
+        kwargs["structured_outputs"] = structured.read(asked)
+    _init(self, *args, **kwargs)
+
+
+SamplingParams.__init__ = _init_with_others  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "quantization",
         "rope_config",
         "sampling_params",
+        "structured_outputs",
         "weight_files",
     ),
     ("messages", "request", "shapes"),

@@ -54,7 +54,7 @@ ERA: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "disable-log-requests": (False, ()), "max-log-len": (None, ()), "enable-lora": (False, ()), "max-loras": (1, ()),
     "max-lora-rank": (16, ()), "lora-extra-vocab-size": (256, (0, 256, 512)), "lora-dtype": ("auto", ("auto", "float16", "bfloat16", "float32")),
     "long-lora-scaling-factors": (None, ()), "max-cpu-loras": (None, ()), "fully-sharded-loras": (False, ()), "lora-modules": ((), ()),
-    "guided-decoding-backend": ("outlines", ("outlines", "lm-format-enforcer")), "image-input-type": (None, ("pixel_values", "image_features")),
+    "guided-decoding-backend": ("?", ("outlines", "lm-format-enforcer")), "image-input-type": (None, ("pixel_values", "image_features")),
     "image-token-id": (None, ()), "image-input-shape": (None, ()), "image-feature-size": (None, ()), "image-processor": (None, ()),
     "image-processor-revision": (None, ()), "disable-image-processor": (False, ()),
     "host": (None, ()), "port": (8000, ()), "uvicorn-log-level": ("info", ("debug", "info", "warning", "error", "critical", "trace")),

@@ -46,6 +46,7 @@ REFUSED = {
     "ignore_eos": ["false"],
     "use_beam_search": [1],
     "skip_reading_prefix_cache": [1],
+    "structured_outputs": ({"regex": ""}, {}, {"json": "["}, {"choice": []}, {"regex": "a", "choice": ["a"]}, "x"),
 }
 
 

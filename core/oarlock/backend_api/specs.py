@@ -98,9 +98,13 @@ class Extension:
         route     function(app) that adds routes to the FastAPI application; the API key guards them
         sink      function(config) -> an observer with observe(steps) and close(), or None to take no part. `steps` is a list of
                   what the engine said after each step (.stats, .step_s, .outputs); called about once a second, off the step path
+        structured_output  function(config, vocabulary) -> an object with ask, answers, forget and close, as scheduler.constraints
+                  describes them; vocabulary = (import string, argument) of a function that gives every token's bytes, the special ids
+                  and the ids that end a text. Called once in the engine's process; raises PluginError with the remedy where it cannot
+                  serve; --guided-decoding-backend NAME
     """
 
-    kind: Literal["command", "model", "executor", "route", "sink"]
+    kind: Literal["command", "model", "executor", "route", "sink", "structured_output"]
     name: str
     factory: str  # import string
     priority: int = 0  # core's own parts have 0; a part of the same kind and name replaces those of lower priority

@@ -7,22 +7,30 @@ Never: sees text, tensors or HTTP; knows what a step computes.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+from oarlock.config.resolve import to_dict
 from oarlock.config.sections import EngineConfig
 from oarlock.errors import ConfigError, EngineDead, WorkerDied
 from oarlock.executor.base import Executor, Pending
 from oarlock.kv.manager import KVCacheManager
 from oarlock.messages import Abort, EngineInfo, EngineOutput, EngineOutputs, EngineRequest, SchedulerOutput, WorkerReady
 from oarlock.model_summary import ModelSummary
+from oarlock.scheduler.constraints import Constraints, make_grammars
 from oarlock.scheduler.scheduler import Scheduler
 from oarlock.shapes import BIAS_BUCKET, ShapePolicy
 
 log = logging.getLogger("oarlock.engine")
 MUST_AGREE = ("capabilities", "kv_groups", "block_size", "dtype", "buckets", "op_table")
+
+
+def vocabulary_source(config: EngineConfig, summary: ModelSummary) -> tuple[str, str]:
+    """(import string, its argument) of the tokens as bytes: backends for structured output load them in processes of their own."""
+    return "oarlock.frontend.tokenizer:load_vocabulary", json.dumps({"config": to_dict(config), "summary": asdict(summary)})
 
 
 class EngineCore:
@@ -34,6 +42,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, Pending]] = deque()
         self._ready_outputs: list[EngineOutput] = []
         self._compiles = 0
+        self._grammars, self._grammar_states = make_grammars(config, executor.device_name, vocabulary_source(config, summary))
         ready = self._handshake()
         self.scheduler = self._make_scheduler(ready)
         self.info = self._describe(ready)
@@ -62,7 +71,9 @@ class EngineCore:
     def _make_scheduler(self, ready: WorkerReady) -> Scheduler:
         cache = self.config.cache
         manager = KVCacheManager(ready.kv_groups, ready.num_blocks, ready.block_size, cache.enable_prefix_caching, ready.num_host_blocks)
-        return Scheduler(self.config.scheduler, manager, ShapePolicy(ready.buckets), ready.max_model_len, self.config.model.seed)
+        constraints = Constraints(self._grammars, self.summary.vocab_size)
+        policy = ShapePolicy(ready.buckets)
+        return Scheduler(self.config.scheduler, manager, policy, ready.max_model_len, self.config.model.seed, constraints=constraints)
 
     def _describe(self, ready: WorkerReady) -> EngineInfo:
         return EngineInfo(
@@ -85,6 +96,7 @@ class EngineCore:
             program_folder=ready.program_folder,
             max_logit_bias=0 if ready.buckets.is_exact else BIAS_BUCKET,
             supports_host_callbacks=self.executor.supports_host_callbacks,
+            structured_outputs=self._grammar_states,
         )
 
     # ------------------------------------------------------------ requests
@@ -110,6 +122,7 @@ class EngineCore:
         """
         started = time.monotonic()
         outputs, self._ready_outputs = self._ready_outputs, []
+        outputs += self.scheduler.settle_constraints()
         while len(self._in_flight) < self.max_in_flight:
             out = self.scheduler.schedule()
             if out is None:
@@ -167,4 +180,6 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """End the workers; idempotent."""
+        for grammars in self._grammars.values():
+            grammars.close()
         self.executor.shutdown()

@@ -135,6 +135,7 @@ class InputProcessor:
         text, ids, salt = self._split(prompt, param)
         salt = self._check_salt(cache_salt if cache_salt is not None else salt)
         params = self._fit_to_model(params)
+        self._check_structured(params)
         eos = () if params.ignore_eos else self.eos_token_ids
         self._check_reachable(params, eos)
         if ids is None:
@@ -377,6 +378,28 @@ class InputProcessor:
         if params.prompt_logprobs is not None:
             changes["skip_reading_prefix_cache"] = True  # every prompt position must be computed to have logprobs
         return replace(params, **changes) if changes else params
+
+    def _check_structured(self, params: SamplingParams) -> None:
+        """Whether a package here can constrain the answer. That the constraint itself is possible is found when it is compiled."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return
+        states = dict(self.info.structured_outputs)
+        usable = [name for name, problem in states.items() if not problem]
+        fault = None
+        if wanted.backend is not None and wanted.backend not in usable:
+            why = states.get(wanted.backend) or f"no installed package has it; here are {', '.join(usable) or 'none'} (pip install ./plugins/structured_output)"
+            name = "guided_decoding_backend"
+            raise InvalidParameter(f"{name} is {wanted.backend!r:.80}: {why}.", param=name, code="unsupported_field")
+        if not usable:
+            why = "; ".join(f"{name}: {problem}" for name, problem in states.items()) or "none is installed"
+            fault = f"it needs a package that constrains answers, and {why}; run pip install ./plugins/structured_output"
+        elif self.tokenizer is None:
+            fault = "a constraint is on text, and the tokenizer is off (skip_tokenizer_init); use allowed_token_ids"
+        elif params.use_beam_search and not (params.stop_token_ids or (self.eos_token_ids and not params.ignore_eos)):
+            fault = "under beam search an answer ends with an end-of-text token, and ignore_eos leaves none; leave ignore_eos out"
+        if fault is not None:
+            raise InvalidParameter(f"{wanted.param}: {fault}.", param=wanted.param, code="unsupported_field")
 
     def _check_vocabulary(self, name: str, ids: Iterable[int]) -> None:
         for token_id in ids:

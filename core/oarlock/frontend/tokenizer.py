@@ -20,6 +20,7 @@ from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, proces
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
+from oarlock.config.resolve import from_dict
 from oarlock.config.sections import ModelConfig
 from oarlock.errors import ConfigError, ModelError
 from oarlock.frontend.gguf_tokenizer import build_tokenizer, byte_alphabet
@@ -199,6 +200,19 @@ def load_tokenizer(summary: ModelSummary, config: ModelConfig) -> Tokenizer:
         raise ConfigError("--tokenizer-mode slow is not built yet; use auto", option="--tokenizer-mode")
     path = resolve_tokenizer(config, summary.path)
     return _from_gguf(path) if is_gguf(path) else _from_folder(Path(path))
+
+
+def load_vocabulary(source: str) -> tuple[list[bytes], list[int], list[int]]:
+    """Every token's bytes, the ids of special ones, and those that end a text; `source` is the engine's description of itself, as JSON.
+
+    Raises as `load_tokenizer` does.
+    """
+    data = json.loads(source)
+    summary = ModelSummary.from_dict(data["summary"])
+    tokenizer = load_tokenizer(summary, from_dict(data["config"]).model)
+    tokens = [tokenizer.token_bytes(token_id) for token_id in range(summary.vocab_size)]
+    ends = {*summary.eos_token_ids, *(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))}
+    return tokens, sorted(tokenizer.all_special_ids), sorted(ends)
 
 
 def _from_gguf(path: str) -> Tokenizer:

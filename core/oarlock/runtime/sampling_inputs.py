@@ -25,7 +25,7 @@ def choose_program(runner: Any, emitting: Emitting, rows: int) -> tuple[str, dic
     plain = all(r.new.params.is_greedy for _, r, _ in emitting)
     penalties = any(r.needs_history for _, r, _ in emitting)
     bias = max((len(r.bias) + len(s.banned_token_ids) for s, r, _ in emitting), default=0)
-    mask = any(r.allowed is not None for _, r, _ in emitting)
+    mask = any(r.allowed is not None or s.mask for s, r, _ in emitting)
     if plain and not (penalties or bias or mask):
         return "greedy", {"rows": rows}
     if runner.policy.table.is_exact:
@@ -91,6 +91,8 @@ def _mask_inputs(runner: Any, emitting: Emitting, count: int) -> np.ndarray:
     for scheduled, row, place in emitting:
         if row.allowed is not None:
             mask[place] = row.allowed
+        if scheduled.mask:
+            mask[place] &= np.frombuffer(scheduled.mask, "<i4")
         if not runner.policy.table.is_exact:
             bits = mask[place].view(np.uint32)
             for token in scheduled.banned_token_ids:
@@ -109,7 +111,7 @@ def logprob_wants(runner: Any, emitting: Emitting) -> dict[int, tuple[int, int]]
         if p.use_beam_search:
             # The engine drops banned candidates from this list and must still find two for each beam.
             candidates = 2 * p.num_branches + len(scheduled.banned_token_ids)
-            top = max(top, candidates if row.allowed is None else runner.model.vocab_size)
+            top = max(top, candidates if row.allowed is None and not scheduled.mask else runner.model.vocab_size)
         elif p.num_branches > p.n:
             top = max(top, 0)
         if top >= 0:

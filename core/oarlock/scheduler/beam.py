@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from oarlock.messages import FinishReason, PositionLogprobs
 from oarlock.request import Branch, Request
+from oarlock.scheduler.constraints import is_set
 from oarlock.scheduler.stops import why_stop
 
 
@@ -44,11 +45,11 @@ class Extension:
 def candidates_of(branch: Branch, position: PositionLogprobs) -> tuple[tuple[int, float], ...]:
     """(token id, logprob) pairs that this beam may continue with, best first: bans applied, 2 x width at most."""
     request = branch.request
-    banned, allowed = set(branch.banned), request.params.allowed_token_ids
+    banned, allowed, mask = set(branch.banned), request.params.allowed_token_ids, branch.mask
     kept = [
         (token, logprob)
         for token, logprob in position.top
-        if logprob is not None and token not in banned and (allowed is None or token in allowed)
+        if logprob is not None and token not in banned and (allowed is None or token in allowed) and (mask is None or is_set(mask, token))
     ]
     kept.sort(key=lambda c: (-c[1], c[0]))
     return tuple(kept[: 2 * request.width])

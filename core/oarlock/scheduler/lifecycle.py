@@ -14,6 +14,8 @@ search has as many seats as its width while it runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from oarlock.config.sections import SchedulerConfig
 from oarlock.kv.manager import KVCacheManager
 from oarlock.request import Branch, Request, Status
@@ -38,6 +40,7 @@ class Lifecycle:
         self.num_swap_outs = 0
         self._running_beams: set[Request] = set()
         self._next_id = 0
+        self.on_release: Callable[[Branch], object] = lambda branch: None
 
     # ------------------------------------------------------------ seats
     def seats_free(self) -> int:
@@ -200,6 +203,7 @@ class Lifecycle:
         branch.status = Status.ENDED
         self.draining.pop(branch.branch_id, None)
         del self.branches[branch.branch_id]
+        self.on_release(branch)
         branch.request.branches.remove(branch)
         if not branch.request.branches:
             self._running_beams.discard(branch.request)

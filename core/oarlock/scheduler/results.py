@@ -13,6 +13,7 @@ from oarlock.kv.manager import KVCacheManager
 from oarlock.messages import EngineOutput, ErrorInfo, FinishReason, ModelRunnerOutput, PositionLogprobs, ScheduledRow
 from oarlock.request import Branch, Request
 from oarlock.scheduler.beam import BeamSearch, Extension, candidates_of
+from oarlock.scheduler.constraints import Constraints
 from oarlock.scheduler.lifecycle import Lifecycle
 from oarlock.scheduler.stops import why_stop
 
@@ -20,8 +21,8 @@ from oarlock.scheduler.stops import why_stop
 class Results:
     """Shares the map of open requests with the scheduler and takes a request out when its last index is closed."""
 
-    def __init__(self, life: Lifecycle, manager: KVCacheManager, requests: dict[str, Request]) -> None:
-        self._life, self._manager, self._requests = life, manager, requests
+    def __init__(self, life: Lifecycle, manager: KVCacheManager, requests: dict[str, Request], constraints: Constraints) -> None:
+        self._life, self._manager, self._requests, self._constraints = life, manager, requests, constraints
 
     # ------------------------------------------------------------ outputs
     def output(self, request: Request, index: int, **fields: Any) -> EngineOutput:
@@ -111,9 +112,24 @@ class Results:
             "cumulative_logprob": branch.cumulative_logprob,
         }
         if reason is None:
+            self._constraints.ask(branch)
             return self.output(request, branch.index, **fields)
         self._life.finish(branch)
         return self.close(request, branch.index, reason, stop_reason=stop_reason, **fields)
+
+    def settle_constraints(self, *, is_busy: bool) -> list[EngineOutput]:
+        """Take in the masks that have come. `is_busy`: others can run now, so the rest is waited for only a moment."""
+        outputs: list[EngineOutput] = []
+        for branch, error in self._constraints.settle(is_busy=is_busy):
+            request = branch.request
+            if branch.index not in request.open:
+                continue  # an earlier one of this round ended it
+            if error is not None:
+                outputs += self.fail(request, error)
+            else:  # complete, and nothing may follow
+                self._life.finish(branch)
+                outputs.append(self.close(request, branch.index, "stop", cumulative_logprob=branch.cumulative_logprob))
+        return outputs
 
     # ------------------------------------------------------------ beams
     def _take_candidates(self, branch: Branch, logprobs: tuple[PositionLogprobs, ...]) -> list[EngineOutput]:
@@ -159,6 +175,8 @@ class Results:
             child.cumulative_logprob = e.cumulative_logprob
             child.candidates = None
             children.append(child)
+        for child in children:
+            self._constraints.ask(child)
         beams[0].request.branches[:] = children  # in rank order, by which ties are broken
 
     def _finish_beams(self, request: Request, search: BeamSearch) -> list[EngineOutput]:

@@ -32,6 +32,7 @@ from oarlock.messages import (
     SchedulerStats,
 )
 from oarlock.request import Branch, Request, Status
+from oarlock.scheduler.constraints import Constraints
 from oarlock.scheduler.lifecycle import Lifecycle
 from oarlock.scheduler.limits import Limits
 from oarlock.scheduler.plan import StepPlan
@@ -61,6 +62,7 @@ class Scheduler:
         max_model_len: int,
         seed: int = 0,
         clock: Callable[[], float] = time.time,
+        constraints: Constraints | None = None,
     ) -> None:
         if config.preemption_mode == "swap" and not manager.num_host_blocks:
             raise ConfigError(
@@ -73,7 +75,9 @@ class Scheduler:
         self._life = Lifecycle(config, manager)
         self._delay = DelayGate(config.delay_factor)
         self._requests: dict[str, Request] = {}  # those that still owe a terminal output
-        self._results = Results(self._life, manager, self._requests)
+        self._constraints = constraints or Constraints({}, 0)
+        self._life.on_release = self._constraints.forget
+        self._results = Results(self._life, manager, self._requests, self._constraints)
         self._in_flight: dict[int, _Step] = {}
         self._next_step_id = 0
         self._next_request = 0
@@ -97,11 +101,13 @@ class Scheduler:
                 f"max_waiting_requests {self._config.max_waiting_requests}); retry later", code="queue_full",
             )  # fmt: skip
         else:
-            error = self._limits.refusal(request)
+            error = self._limits.refusal(request) or self._constraints.refusal(request)
         if error is not None:
             return [self._results.output(request, index, finish_reason="error", error=error) for index in sorted(request.open)]
         self._requests[source.request_id] = request
         self._life.enqueue(request)
+        for branch in request.branches:
+            self._constraints.ask(branch)
         return []
 
     def abort(self, abort: Abort) -> list[EngineOutput]:
@@ -122,6 +128,12 @@ class Scheduler:
     def longest_request(self) -> int:
         """Tokens, prompt and output together, of the longest request that can run here."""
         return self._limits.longest_request()
+
+    def settle_constraints(self) -> list[EngineOutput]:
+        """Outputs of requests whose constraint ends or fails them. Waits for masks as long as it must, never long."""
+        if not self._constraints.num_asked:
+            return []
+        return self._results.settle_constraints(is_busy=bool(self._in_flight) or any(b.remaining() > 0 for b in self._life.running))
 
     def has_unfinished(self) -> bool:
         """Whether a request is open or a step in flight."""
@@ -146,9 +158,11 @@ class Scheduler:
             self._plan_waiting(plan)
         if plan.branches:
             return self._send(plan)
-        if not self._in_flight and not plan.is_preempting and (self._life.running or self._life.waiting):
+        if self._in_flight or self._constraints.num_asked:
+            return None
+        if not plan.is_preempting and (self._life.running or self._life.waiting):
             raise OarlockError(f"the scheduler cannot go on: {self.stats()}")
-        return self.schedule() if plan.is_preempting and not self._in_flight else None
+        return self.schedule() if plan.is_preempting else None
 
     def _plan_running(self, plan: StepPlan) -> None:
         """Catch up running branches in order. A chunk leaves room in the budget for the decode rows that come after it."""
@@ -260,7 +274,9 @@ class Scheduler:
         emits = branch.emits_at(end)
         branch.banned = banned_tokens(branch) if emits else ()
         plan.add(
-            branch, ScheduledRow(branch.branch_id, start, size, emits, branch.banned), self._manager.width(self._limits.with_lookahead(end))
+            branch,
+            ScheduledRow(branch.branch_id, start, size, emits, branch.banned, (branch.mask or b"") if emits else b""),
+            self._manager.width(self._limits.with_lookahead(end))
         )
         branch.num_scheduled = end
         branch.num_pending += emits
@@ -322,7 +338,7 @@ class Scheduler:
             branch_id=branch.branch_id,
             token_ids=tuple(branch.tokens),
             num_prompt_tokens=request.num_prompt,
-            params=request.params,
+            params=request.worker_params,
             index=branch.index,
             seed=request.seed,
             block_ids=self._manager.block_ids(branch.branch_id),

@@ -69,6 +69,12 @@ def _object(value: Any, path: str) -> dict[str, Any]:
     return value
 
 
+def _object_or_text(value: Any, path: str) -> dict[str, Any] | str:
+    if type(value) is not dict and type(value) is not str:
+        raise wrong(path, value, "an object, or JSON text")
+    return value
+
+
 def _items(value: Any, path: str, wanted: str) -> list[Any]:
     if type(value) is not list:
         raise wrong(path, value, wanted)
@@ -160,6 +166,7 @@ integer = Kind(_integer, _INTEGER_SCHEMA)
 number = Kind(_number, {"type": "number"})
 string = Kind(_string, {"type": "string"})
 obj = Kind(_object, {"type": "object"})
+object_or_text = Kind(_object_or_text, {"anyOf": [{"type": "object"}, {"type": "string"}]})
 strings = Kind(_strings, _STRINGS_SCHEMA)
 string_or_strings = Kind(_string_or_strings, {"anyOf": [{"type": "string"}, _STRINGS_SCHEMA]})
 ids = Kind(lambda value, path: tuple(token_ids(value, path)), _IDS_SCHEMA)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oarlock.sampling_params import SamplingParams
+from oarlock.sampling_params import STRUCTURED_NAMES, SamplingParams
 from oarlock.server.errors import bad
 
 MAX_TEMPERATURE = 2.0
@@ -80,6 +80,7 @@ def make_params(values: Mapping[str, Any], defaults: Mapping[str, Any], options:
         prompt_logprobs = -1 if -1 in asked else max(asked)
     if max_tokens == 0 and prompt_logprobs is None:
         prompt_logprobs = 0  # only the prompt is computed
+    known |= {name: values[name] for name in (*STRUCTURED_NAMES, "structured_outputs") if name in values}
     params = SamplingParams(**known, max_tokens=max_tokens, logprobs=options.logprobs, prompt_logprobs=prompt_logprobs)
     if options.stream:
         _check_stream(params, options)

@@ -45,10 +45,7 @@ _TOOLS = Refused(f"Tool calling {_NOT_YET}; leave the field out.", lambda value:
 
 _REFUSED_BOTH = {
     **{name: Refused(f"This version does not have {what}; leave {name} out.", lambda value: value is False) for name, what in NOT_BUILT.items()},
-    **dict.fromkeys(("grammar", "json_schema", "regex"), Refused(f"Structured output {_NOT_YET}; leave the field out.")),
-    "response_format": Refused(
-        f"Structured output {_NOT_YET}; leave response_format out or send {{\"type\": \"text\"}}.", lambda value: value == {"type": "text"}
-    ),
+    **{name: Refused(f"Here this is structured_outputs: {{\"{key}\": …}}.") for name, key in (("grammar", "grammar"), ("json_schema", "json"), ("regex", "regex"))},
     "logits_processors": Refused("Logits processors run in the caller's process; use LLM.generate, logit_bias or allowed_token_ids."),
     "prompt_embeds": Refused(f"Prompt embeddings {_NOT_YET}; send text or token ids."),
     "lora_request": Refused(f"LoRA {_NOT_YET}."),
@@ -92,6 +89,16 @@ COMMON: dict[str, Kind] = {
     "request_id": kinds.request_id,
     "return_token_ids": kinds.boolean,
     "return_tokens_as_token_ids": kinds.boolean,
+    "response_format": kinds.obj,
+    "structured_outputs": kinds.obj,
+    "guided_json": kinds.object_or_text,
+    "guided_regex": kinds.string,
+    "guided_choice": kinds.strings,
+    "guided_grammar": kinds.string,
+    "guided_json_object": kinds.boolean,
+    "guided_whitespace_pattern": kinds.string,
+    "guided_decoding_backend": kinds.string,
+    "structural_tag": kinds.object_or_text,
     **{name: kinds.anything for name in NO_EFFECT},
 }
 

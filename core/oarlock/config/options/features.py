@@ -1,6 +1,6 @@
-"""Option table: LoRA, guided decoding, image input, speculation.
+"""Option table: LoRA, structured output, image input, speculation.
 
-Owns: these rows. All are refused until their features are built; each still parses with its default and choices.
+Owns: these rows. All but structured output are refused until their features are built; each still parses with its default and choices.
 Reads: `config.option`.
 Never: holds logic beyond a value's mapping.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from oarlock.config.option import Option
+from oarlock.structured_outputs import BACKENDS
 
 _lora = partial(Option, group="LoRA", fate="refused", feature="LoRA adapters", remedy="leave it out, or merge the adapter into the checkpoint first")
 _image = partial(Option, group="Image input", fate="refused", feature="image input")
@@ -26,8 +27,13 @@ OPTIONS: tuple[Option, ...] = (
     _lora("fully-sharded-loras", "bool", False, "Shard both matrices of an adapter over the devices."),
     _lora("lora-modules", "words", (), "Adapters by name: NAME=PATH …", offline=False),
     Option(
-        "guided-decoding-backend", "str", "outlines", "Which engine constrains answers. Requests that ask for it are refused in this version.",
-        group="Guided decoding", choices=("outlines", "lm-format-enforcer"), fate="refused", feature="guided decoding",
+        "guided-decoding-backend", "str", "auto", "Which backend constrains answers to a schema, pattern or grammar, where a request names none; "
+        "auto: llguidance, else another that is installed. Each comes with pip install ./plugins/structured_output.",
+        "model.guided_decoding_backend", group="Structured output", aliases=("structured-outputs-backend", "structured-outputs-config.backend"),
+        choices=("auto", "llguidance", "guidance", "outlines", "lm-format-enforcer", "lmfe", "xgrammar"),
+        built=("llguidance", "guidance", "outlines", "lm-format-enforcer", "lmfe"), feature="backend xgrammar, which needs torch and transformers "
+        "in the process that compiles grammars", remedy="use llguidance, which takes the same schemas, patterns and grammars",
+        store=lambda value: BACKENDS.get(value, value), extended_by="structured_output",
     ),
     _image("image-input-type", "str", None, "What an image is given as.", choices=("pixel_values", "image_features")),
     _image("image-token-id", "int", None, "Token that stands for an image."),
