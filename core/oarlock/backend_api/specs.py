@@ -99,9 +99,9 @@ class Extension:
         sink      function(config) -> an observer with observe(steps) and close(), or None to take no part. `steps` is a list of
                   what the engine said after each step (.stats, .step_s, .outputs); called about once a second, off the step path
         structured_output  function(config, vocabulary) -> an object with ask, answers, forget and close, as scheduler.constraints
-                  describes them; vocabulary = (import string, argument) of a function that gives every token's bytes, the special ids
-                  and the ids that end a text. Called once in the engine's process; raises PluginError with the remedy where it cannot
-                  serve; --guided-decoding-backend NAME
+                  describes them; vocabulary = (import string, argument) of a function that gives every token's bytes, the special ids,
+                  the ids that end a text, and a function from text to ids. Called once in the engine's process; raises with the remedy where it cannot serve;
+                  --guided-decoding-backend NAME
     """
 
     kind: Literal["command", "model", "executor", "route", "sink", "structured_output"]

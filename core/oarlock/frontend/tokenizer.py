@@ -11,8 +11,9 @@ becoming one U+FFFD, so that streamed and whole text are the same by constructio
 from __future__ import annotations
 
 import codecs
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +203,10 @@ def load_tokenizer(summary: ModelSummary, config: ModelConfig) -> Tokenizer:
     return _from_gguf(path) if is_gguf(path) else _from_folder(Path(path))
 
 
-def load_vocabulary(source: str) -> tuple[list[bytes], list[int], list[int]]:
-    """Every token's bytes, the ids of special ones, and those that end a text; `source` is the engine's description of itself, as JSON.
+def load_vocabulary(source: str) -> tuple[list[bytes], list[int], list[int], Callable[[str], list[int]]]:
+    """Every token's bytes, the ids of special ones, those that end a text, and how a text becomes ids.
+
+    `source` is the engine's description of itself, as JSON.
 
     Raises as `load_tokenizer` does.
     """
@@ -212,7 +215,7 @@ def load_vocabulary(source: str) -> tuple[list[bytes], list[int], list[int]]:
     tokenizer = load_tokenizer(summary, from_dict(data["config"]).model)
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(summary.vocab_size)]
     ends = {*summary.eos_token_ids, *(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))}
-    return tokens, sorted(tokenizer.all_special_ids), sorted(ends)
+    return tokens, sorted(tokenizer.all_special_ids), sorted(ends), functools.partial(tokenizer.encode, add_special_tokens=False)
 
 
 def _from_gguf(path: str) -> Tokenizer:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from oarlock import extensions
 from oarlock.config.sections import EngineConfig
-from oarlock.errors import ConfigError, OarlockError
+from oarlock.errors import ConfigError
 from oarlock.messages import ErrorInfo
 from oarlock.request import Branch, Request
 from oarlock.scheduler.stops import banned_tokens
@@ -57,7 +57,7 @@ def make_grammars(config: EngineConfig, device: str, vocabulary: tuple[str, str]
         try:
             made[part.name] = extensions.load(part)(config, vocabulary)
             found[part.name] = ""
-        except OarlockError as error:
+        except Exception as error:  # noqa: BLE001  what a plugin cannot do is said where its backend is asked for
             found[part.name] = str(error)
     if wanted != "auto" and wanted not in made:
         why = found.get(wanted) or f"no installed package has it: {INSTALL}"

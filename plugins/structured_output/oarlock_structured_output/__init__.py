@@ -1,0 +1,32 @@
+"""The entry point: which backends this package has, and the options that bound what a grammar may cost. Light: standard library only.
+
+Owns: the records of the backends and options.
+Reads: `oarlock.backend_api`.
+Never: imports a grammar library.
+"""
+
+from __future__ import annotations
+
+from oarlock.backend_api import Extension, OptionSpec, hookimpl
+
+NAMESPACE = "grammar"
+BACKENDS = {"llguidance": 30, "outlines": 20, "lm-format-enforcer": 10}  # name -> priority
+
+
+@hookimpl
+def extensions() -> list[Extension]:
+    """One record for each backend; one whose library is missing says so when it is made."""
+    return [
+        Extension("structured_output", name, f"oarlock_structured_output.client:make_{name.replace('-', '_')}", priority)
+        for name, priority in BACKENDS.items()
+    ]
+
+
+@hookimpl
+def options() -> list[OptionSpec]:
+    """What one grammar may cost."""
+    return [
+        OptionSpec(NAMESPACE, "time", "float", 5.0, "Seconds in which a grammar must be compiled, and each of its masks computed; then its process is killed."),
+        OptionSpec(NAMESPACE, "memory-mib", "int", 512, "MiB that a grammar's process may take beside the vocabulary."),
+        OptionSpec(NAMESPACE, "processes", "int", 32, "Most grammars that are kept compiled at one time, each in a process; more of them wait."),
+    ]

@@ -1,0 +1,110 @@
+"""The process that has the vocabulary loaded and forks one process for each grammar: a fork costs a millisecond, loading seconds.
+
+Owns: the pids of the grammars' processes.
+Reads: `vocabulary`, `child`, `frames`.
+Never: compiles anything itself; leaves a process behind when its engine goes.
+
+Run as `python -m oarlock_structured_output.zygote SOCKET ENGINE MEMORY_BYTES`, with the vocabulary's source on standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from oarlock_structured_output import child, frames, vocabulary
+from oarlock_structured_output.runaway import Leads
+
+
+class Zygote:
+    """Single-threaded, as a process that forks must be."""
+
+    def __init__(self, control: socket.socket, engine: Any, leads: Leads, memory_bytes: int) -> None:
+        self._control, self._engine, self._leads, self._memory_bytes = control, engine, leads, memory_bytes
+        self._pids: dict[int, int] = {}  # grammar id -> pid of a process that has not been waited for
+
+    def run(self) -> None:
+        """Take orders until the engine hangs up, then end every grammar."""
+        signal.signal(signal.SIGCHLD, self._reap)
+        try:
+            while (order := self._order()) is not None:
+                kind, grammar, end = order
+                if kind == b"N" and end is not None:
+                    self._fork(grammar, end)
+                elif kind == b"K" and grammar in self._pids:
+                    os.kill(self._pids[grammar], signal.SIGKILL)
+        finally:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for pid in self._pids.values():
+                os.kill(pid, signal.SIGKILL)
+
+    def _order(self) -> tuple[bytes, int, socket.socket | None] | None:
+        data, ends = b"", []
+        while len(data) < frames.ORDER.size:
+            part, descriptors, _, _ = socket.recv_fds(self._control, frames.ORDER.size - len(data), 1)
+            ends += [socket.socket(fileno=descriptor) for descriptor in descriptors]
+            if not part:
+                return None
+            data += part
+        kind, grammar = frames.ORDER.unpack(data)
+        return kind, grammar, ends[0] if ends else None
+
+    def _fork(self, grammar: int, end: socket.socket) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it may end before its pid is noted
+        pid = os.fork()
+        if pid:
+            self._pids[grammar] = pid
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            end.close()
+            return
+        code = 1
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            self._control.close()
+            with contextlib.suppress(ConnectionError, MemoryError):
+                child.serve(end, self._engine, self._leads, self._memory_bytes)
+                code = 0
+        finally:
+            os._exit(code)
+
+    def _reap(self, *_: Any) -> None:
+        while True:
+            try:
+                pid, _status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            self._pids = {grammar: known for grammar, known in self._pids.items() if known != pid}
+
+
+def main() -> int:
+    """Load, say so, and serve."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the engine's to judge
+    try:
+        source, argument = json.load(sys.stdin)
+        loaded = vocabulary.load(source, argument)
+        engine = importlib.import_module(sys.argv[2]).Engine(loaded)
+        leads = Leads(loaded)
+    except Exception as error:  # noqa: BLE001  said to the engine, which lays it to the requests that wait
+        control.sendall(frames.frame(b"E", f"{type(error).__name__}: {error}"[:500].encode("utf-8", "replace")))
+        return 1
+    gc.collect()
+    gc.freeze()  # forks share what is loaded
+    control.sendall(frames.frame(b"C"))
+    with contextlib.suppress(ConnectionError):
+        Zygote(control, engine, leads, int(sys.argv[3])).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
