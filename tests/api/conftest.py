@@ -29,10 +29,10 @@ def shared_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture
 def server(shared_server: RealServer) -> Iterator[RealServer]:
     """The shared server. After each test it must answer as before, on the same processes, with no block held."""
-    before, pids = shared_server.alive(), sorted(shared_server.session_pids())
+    before, pids = shared_server.alive(), sorted(shared_server.lasting_pids())
     yield shared_server
     shared_server.alive(before)
-    assert sorted(shared_server.session_pids()) == pids, "a process was restarted"
+    assert sorted(shared_server.lasting_pids()) == pids, "a process was restarted"
     shared_server.kv_idle()
 
 

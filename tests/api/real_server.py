@@ -90,6 +90,10 @@ class RealServer:
                         pids.append(int(entry.name))
         return pids
 
+    def lasting_pids(self) -> list[int]:
+        """Without the processes of grammars, which come and go."""
+        return [pid for pid in self.session_pids() if b"oarlock_structured_output" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
     def engine_pid(self) -> int:
         return next(pid for pid in self.session_pids() if b"oarlock.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes())
 

@@ -146,8 +146,7 @@ def test_unknown_and_foreign_fields_are_named(server: RealServer) -> None:
 
 NOT_BUILT = {
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "tool_choice": "required", "parallel_tool_calls": True,
-    "functions": [{"name": "f"}], "function_call": {"name": "f"}, "response_format": {"type": "json_object"}, "guided_json": {}, "guided_choice": ["a"],
-    "guided_regex": "a", "guided_grammar": "a", "structured_outputs": {"choice": ["a"]}, "suffix": "x", "audio": {"voice": "a"}, "modalities": ["audio"],
+    "functions": [{"name": "f"}], "function_call": {"name": "f"}, "suffix": "x", "audio": {"voice": "a"}, "modalities": ["audio"],
     "prediction": {"type": "content"}, "reasoning_effort": "low", "web_search_options": {}, "documents": [{"text": "a"}], "logits_processors": ["a"],
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import pytest
 from source_code import CORE, ROOT, Import, imports, packages_outside_core, python_files, shown, tree
 
 # Import name -> distribution, where they differ.
-DISTRIBUTIONS = {"google": "protobuf", "sentencepiece": "sentencepiece", "yaml": "pyyaml", "zmq": "pyzmq"}
+DISTRIBUTIONS = {"google": "protobuf", "lmformatenforcer": "lm-format-enforcer", "sentencepiece": "sentencepiece", "yaml": "pyyaml", "zmq": "pyzmq"}
 # torch is the device package's affair (a requirement of ours would bring the wrong build).
 FROM_THE_DEVICE = {"torch"}
 # Imported only where a user asks for them: a family without a native file, the kit's pytest plugin.

@@ -157,7 +157,8 @@ class KVCheckingWorker:
                 failed[row.branch_id] = "not finite"
                 known.tokens.append(0)
                 continue
-            self._sample(row.branch_id, known, row.banned_token_ids, tokens, logprobs)
+            masked = tuple(t for t in range(self.vocab) if row.mask and not row.mask[t >> 3] >> (t & 7) & 1)
+            self._sample(row.branch_id, known, (*row.banned_token_ids, *masked), tokens, logprobs)
         return ModelRunnerOutput(step.step_id, tokens, logprobs, dict(prompt), failed)
 
     def _sample(self, branch_id: int, known: _Known, banned: tuple[int, ...], tokens: dict, logprobs: dict) -> None:
@@ -276,7 +277,10 @@ class Drive:
         while self.scheduler.has_unfinished():
             limit -= 1
             assert limit > 0, f"no end in sight: {self.scheduler.stats()}"
+            self.take(self.scheduler.settle_constraints())
             if not self.launch():
+                if not self.in_flight and (self.scheduler._constraints.num_asked or not self.scheduler.has_unfinished()):
+                    continue
                 assert self.in_flight, "nothing runs, nothing is in flight, and requests are open"
                 self.land()
             elif len(self.in_flight) >= self.depth:

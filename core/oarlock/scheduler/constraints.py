@@ -21,6 +21,7 @@ from oarlock.structured_outputs import StructuredOutputs
 
 INSTALL = "pip install ./plugins/structured_output"
 MOMENT_S = 0.003  # after a mask was asked for, how long a step that others wait for is held back for it
+EACH_S = 0.0003  # and for each that is outstanding, so that a batch stays together
 IDLE_S = 0.02  # how long at a time nothing else is looked at, where there is nothing else to do
 Answer = tuple[int, bytes, bool, str]  # (branch id, mask, whether the text may end here, or why there is no mask)
 
@@ -111,17 +112,19 @@ class Constraints:
 
     def settle(self, *, is_busy: bool) -> Iterable[tuple[Branch, ErrorInfo | None]]:
         """Give masks to the branches that asked. Yields branches that end: with an error, or None where their text is complete."""
-        until = max((when for _, when in self._asked.values()), default=0.0) + MOMENT_S if is_busy else time.monotonic() + IDLE_S
-        first = True
-        while self._asked and (first or time.monotonic() < until):
+        soon = max((when for _, when in self._asked.values()), default=0.0) + MOMENT_S + EACH_S * len(self._asked)
+        until = soon if is_busy else time.monotonic() + IDLE_S
+        left = max(0.0, until - time.monotonic())
+        while self._asked:
             backends = {id(backend): backend for backend in (self._of(branch) for branch, _ in self._asked.values())}
             for backend in backends.values():
-                for branch_id, mask, may_end, problem in backend.answers(max(0.0, until - time.monotonic()) / len(backends)):
+                for branch_id, mask, may_end, problem in backend.answers(left / len(backends)):
+                    until = min(until, soon)  # those that have theirs do not wait long for the rest of their batch
                     branch, _ = self._asked.pop(branch_id, (None, 0.0))
                     if branch is not None and (end := self._take(branch, mask, may_end, problem)) is not None:
                         yield branch, end if isinstance(end, ErrorInfo) else None
-            first = False
-            if not is_busy:
+            left = until - time.monotonic()
+            if left <= 0:
                 return
 
     def _take(self, branch: Branch, mask: bytes, may_end: bool, problem: str) -> ErrorInfo | str | None:

@@ -118,7 +118,7 @@ class Results:
         return self.close(request, branch.index, reason, stop_reason=stop_reason, **fields)
 
     def settle_constraints(self, *, is_busy: bool) -> list[EngineOutput]:
-        """Take in the masks that have come. `is_busy`: others can run now, so the rest is waited for only a moment."""
+        """Take in the masks that have come. `is_busy`: others may run now, so the rest is waited for only a moment."""
         outputs: list[EngineOutput] = []
         for branch, error in self._constraints.settle(is_busy=is_busy):
             request = branch.request

@@ -82,6 +82,7 @@ class Scheduler:
         self._next_step_id = 0
         self._next_request = 0
         self._num_derived_seeds = 0
+        self._found_nothing = False  # the last time that it planned, and nothing was in flight
         self._blocked: tuple[int, int] | None = None  # (waiting branch that found no room, blocks free then)
 
     # ------------------------------------------------------------ requests
@@ -133,7 +134,7 @@ class Scheduler:
         """Outputs of requests whose constraint ends or fails them. Waits for masks as long as it must, never long."""
         if not self._constraints.num_asked:
             return []
-        return self._results.settle_constraints(is_busy=bool(self._in_flight) or any(b.remaining() > 0 for b in self._life.running))
+        return self._results.settle_constraints(is_busy=not self._found_nothing)
 
     def has_unfinished(self) -> bool:
         """Whether a request is open or a step in flight."""
@@ -156,6 +157,7 @@ class Scheduler:
         self._plan_running(plan)
         if not plan.is_preempting:
             self._plan_waiting(plan)
+        self._found_nothing = not (plan.branches or self._in_flight)
         if plan.branches:
             return self._send(plan)
         if self._in_flight or self._constraints.num_asked:

@@ -46,6 +46,8 @@ def serve(end: socket.socket, engine: Any, leads: Leads, memory_bytes: int) -> N
 
 
 def _words(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or refers to itself without an end"
     text = " ".join(str(error).split())[:300]
     return text or type(error).__name__
 

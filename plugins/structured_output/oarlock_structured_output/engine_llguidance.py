@@ -85,6 +85,8 @@ class Matcher:
         """(what may follow, whether the text may end). Raises ValueError."""
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
+            if self._matcher.get_error().startswith("NoExtension"):
+                return bytes(len(bits)), False
             raise ValueError(_short(self._matcher.get_error()))
         left = int.from_bytes(bits, "little") & self._hidden
         return left.to_bytes(len(bits), "little"), self._matcher.is_accepting()

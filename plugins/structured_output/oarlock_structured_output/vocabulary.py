@@ -19,7 +19,7 @@ class Vocabulary:
     tokens: list[bytes]
     special: frozenset[int]  # control tokens, whose bytes are their name
     ends: frozenset[int]  # those that end a text
-    encode_text: Callable[[str], list[int]] = list  # the model's own way to write a text
+    encode_text: Callable[[str], list[int]]  # the model's own way to write a text
     by_name: dict[bytes, int] = field(default_factory=dict)  # special tokens
     _ids: dict[bytes, int] = field(default_factory=dict)
 
