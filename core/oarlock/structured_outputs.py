@@ -53,6 +53,9 @@ class StructuredOutputs:
         for name in ("disable_any_whitespace", "disable_additional_properties", "json_object"):
             if type(getattr(self, name)) is not bool and getattr(self, name) is not None:
                 raise self._wrong(name, "true or false")
+        if self.whitespace_pattern == "":
+            object.__setattr__(self, "whitespace_pattern", None)
+            object.__setattr__(self, "disable_any_whitespace", True)
         for name in ("regex", "grammar", "whitespace_pattern", "backend"):
             if getattr(self, name) is not None:
                 self._check_text(name, getattr(self, name))

@@ -76,7 +76,7 @@ class _Grammar:
         if wanted["disable_additional_properties"]:
             wanted["text"] = json.dumps(schema.closed(json.loads(wanted["text"])))
         self._engine, self._leads = engine, leads
-        self._is_json = wanted["kind"] in ("json", "json_object") and wanted["whitespace_pattern"] is None
+        self._is_json = wanted["kind"] in ("json", "json_object") and wanted["whitespace_pattern"] is None  # whose blanks are counted
         self._first = engine.compile(wanted)
         self.branches: dict[int, _Branch] = {}
         bits, may_end = self._first.copy().mask()

@@ -128,7 +128,7 @@ class Client:
             self._send(grammar, frames.forget(branch_id))
         elif not grammar.branches:  # nobody waits for its compilation any more
             self._kill(grammar)
-            del self._grammars[grammar.specification]
+            self._grammars.pop(grammar.specification, None)
 
     def close(self) -> None:
         """End the processes: they end when their sockets close. Idempotent."""
@@ -225,9 +225,11 @@ class Client:
         self._answers += [(branch_id, b"", False, problem) for branch_id in grammar.waiting]
         grammar.waiting.clear()
         self._kill(grammar)
+        if not grammar.branches:
+            self._grammars.pop(grammar.specification, None)
 
     def _fail_all(self, problem: str) -> None:
-        for grammar in self._grammars.values():
+        for grammar in list(self._grammars.values()):
             self._fail(grammar, problem)
         self._lose_zygote()
 

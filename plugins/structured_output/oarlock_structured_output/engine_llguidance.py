@@ -57,7 +57,8 @@ class Engine:
                 options: dict[str, Any] = {"whitespace_flexible": not wanted["disable_any_whitespace"]}
                 if wanted["whitespace_pattern"] is not None:
                     options["whitespace_pattern"] = wanted["whitespace_pattern"]
-                return make.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+                schema = {"true": "{}", "false": '{"enum": []}'}.get(text, text)  # options can be said of an object only
+                return make.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
             case "regex":
                 return make.grammar_from_regex(text)
             case "choice":

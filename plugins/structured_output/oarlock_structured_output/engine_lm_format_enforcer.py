@@ -8,10 +8,13 @@ Never: imports torch; ends a text because a parser failed, as the library's own 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
-sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # WORKAROUND: the library imports it where it is there, and needs none of it
+_HIDES_TORCH = "torch" not in sys.modules  # WORKAROUND: the library imports it where it is there, and needs none of it
+if _HIDES_TORCH:
+    sys.modules["torch"] = None  # type: ignore[assignment]
 
 from lmformatenforcer import CharacterLevelParser, CharacterLevelParserConfig, JsonSchemaParser, RegexParser, StringParser, TokenEnforcer, UnionParser  # noqa: E402
 from lmformatenforcer.tokenenforcer import TokenEnforcerTokenizerData  # noqa: E402
@@ -19,6 +22,8 @@ from lmformatenforcer.tokenlist import TokenList  # noqa: E402
 
 from oarlock_structured_output.vocabulary import Vocabulary  # noqa: E402
 
+if _HIDES_TORCH:
+    del sys.modules["torch"]
 MAX_BLANKS = 12
 
 
@@ -34,8 +39,9 @@ class Engine:
             except UnicodeDecodeError:
                 continue
         self.data = self._tree(list(self.texts))
-        # The library takes control characters for a part of JSON strings, and JSON does not.
-        self.json_data = self._tree([i for i, text in self.texts.items() if not any(char < " " and char != "\n" for char in text)])
+        # The library takes control characters for a part of JSON strings and lets a list end with a comma; JSON does neither.
+        wrong = re.compile(r"[\x00-\x09\x0b-\x1f]|,\s*[}\]]")
+        self.json_data = self._tree([i for i, text in self.texts.items() if not wrong.search(text)])
 
     def _tree(self, ids: list[int]) -> TokenEnforcerTokenizerData:
         ends, size = sorted(self.vocabulary.ends), len(self.vocabulary.tokens)
@@ -59,11 +65,23 @@ def _parser(wanted: dict[str, Any], config: CharacterLevelParserConfig) -> Chara
         case "choice":
             return UnionParser([StringParser(choice) for choice in json.loads(text)])
     schema = json.loads(text)
+    _check_texts(schema)
     if schema is True or schema == {}:
         return JsonSchemaParser(None, config)
     if schema is False:
         raise ValueError("the schema false allows nothing")
     return JsonSchemaParser(schema, config)
+
+
+def _check_texts(schema: Any) -> None:
+    """The library writes the texts of enum and const as they are, which is wrong where JSON must escape them. Depth is bounded before."""
+    values = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    if isinstance(schema, dict):
+        for value in (*(schema.get("enum") or ()), schema.get("const")):
+            if isinstance(value, str) and json.dumps(value, ensure_ascii=False) != f'"{value}"':
+                raise ValueError(f"lm-format-enforcer cannot write the text {value!r:.60}, which JSON escapes; use llguidance")
+    for value in values:
+        _check_texts(value)
 
 
 class Matcher:

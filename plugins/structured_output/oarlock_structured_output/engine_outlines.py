@@ -27,7 +27,7 @@ def _literal(text: str) -> str:
     return "".join("\\" + char if char in SPECIAL else char for char in text)
 
 
-def _any_object(blank: str, levels: int = 2) -> str:
+def _any_object(blank: str, levels: int = 1) -> str:
     """Any JSON object, its values nested up to `levels` further levels: a regular expression cannot count more."""
     value = SCALAR
     for _ in range(levels + 1):
@@ -58,7 +58,7 @@ class Engine:
         blank = "" if wanted["disable_any_whitespace"] else wanted["whitespace_pattern"] or BLANK
         match wanted["kind"]:
             case "json" if json.loads(text) in ({}, True):
-                return rf"({SCALAR}|{_any_object(blank, 1)})"
+                return rf"({SCALAR}|{_any_object(blank, 0)})"
             case "json":
                 if json.loads(text) == {"type": "object"}:
                     return _any_object(blank)
@@ -66,7 +66,7 @@ class Engine:
             case "json_object":
                 return _any_object(blank)
             case "choice":
-                return "(" + "|".join(map(_literal, json.loads(text))) + ")"
+                return "(" + "|".join(map(_literal, sorted(json.loads(text), key=len, reverse=True))) + ")"  # the first that fits wins
         return str(text)
 
 

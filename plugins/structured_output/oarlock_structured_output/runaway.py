@@ -1,10 +1,11 @@
-"""Keeps JSON from running on: endless blanks between its parts, endless digits of a number.
+"""Keeps JSON from running on, with endless blanks between its parts or endless digits of a number, and from closing after a comma.
 
-Owns: how far both may go, and the state that tells a string from the rest.
+Owns: how far the first two may go, and the state that tells a string from the rest.
 Reads: `vocabulary`.
 Never: forbids the last token that a grammar allows.
 
-A grammar allows any number of blanks and digits, and a model that has lost its way takes them until max_tokens.
+A grammar allows any number of blanks and digits, and a model that has lost its way takes them until max_tokens. Commas are
+lm-format-enforcer's mistake.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Leads:
         self._leads = {of: [(n, i) for i, text in pairs if (n := _lead(text, of))] for of in (BLANKS, DIGITS)}
         self._longest = {of: max((n for n, _ in found), default=0) for of, found in self._leads.items()}
         self._bans: dict[tuple[bytes, int], int] = {}
+        self.closers = int.from_bytes(vocabulary.bits([i for i, text in pairs if text.lstrip(BLANKS)[:1] in (b"}", b"]")]), "little")
 
     def ban(self, of: bytes, run: int) -> int:
         """The tokens, as one integer of bits, that would bring a run of this length beyond the limit."""
@@ -46,7 +48,7 @@ class JsonRun:
     def __init__(self, leads: Leads) -> None:
         self._leads = leads
         self._in_string = self._escaped = False
-        self._blanks = self._digits = 0
+        self._blanks = self._digits = self._last = 0  # _last: the last byte that is no blank, outside strings
 
     def add(self, text: bytes) -> None:
         for byte in text:
@@ -59,6 +61,7 @@ class JsonRun:
                     self._in_string = False
                 continue
             self._in_string = byte == 0x22
+            self._last = self._last if byte in BLANKS else byte
             self._blanks = self._blanks + 1 if byte in BLANKS else 0
             if byte in DIGITS:
                 self._digits += 1
@@ -70,6 +73,8 @@ class JsonRun:
         if self._in_string:
             return mask
         ban = self._leads.ban(BLANKS, self._blanks) | self._leads.ban(DIGITS, self._digits)
+        if self._last == 0x2C:
+            ban |= self._leads.closers
         if not ban:
             return mask
         left = int.from_bytes(mask, "little") & ~ban

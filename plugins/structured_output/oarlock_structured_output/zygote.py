@@ -10,6 +10,7 @@ Run as `python -m oarlock_structured_output.zygote SOCKET ENGINE MEMORY_BYTES`, 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -21,6 +22,8 @@ from typing import Any
 
 from oarlock_structured_output import child, frames, vocabulary
 from oarlock_structured_output.runaway import Leads
+
+PR_SET_PDEATHSIG = 1
 
 
 class Zygote:
@@ -68,6 +71,7 @@ class Zygote:
         try:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            _die_with_parent()
             self._control.close()
             with contextlib.suppress(ConnectionError, MemoryError):
                 child.serve(end, self._engine, self._leads, self._memory_bytes)
@@ -84,6 +88,12 @@ class Zygote:
             if not pid:
                 return
             self._pids = {grammar: known for grammar, known in self._pids.items() if known != pid}
+
+
+def _die_with_parent() -> None:
+    """Where the system offers it: a grammar that hangs would not see its socket close."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> int:
