@@ -68,7 +68,7 @@ def test_guided_ref_cycle(server: RealServer) -> None:
 def test_guided_deep_nesting(server: RealServer) -> None:
     deep = 60_000
     nested = '{"items":' * deep + "{}" + "}" * deep
-    form = '{"type":"json_schema","json_schema":{"name":"s","schema":%s}}' % nested
+    form = '{"type":"json_schema","json_schema":{"name":"s","schema":' + nested + "}}"
     started = time.monotonic()
     for path, body in bodies(server):
         text = json.dumps(body)[:-1] + f', "response_format": {form}}}'
@@ -79,7 +79,7 @@ def test_guided_deep_nesting(server: RealServer) -> None:
         is_bad_request(server.post(path, {**body, "guided_regex": pattern}), "guided_regex")
         is_bad_request(server.post(path, {**body, "guided_grammar": "start: " + pattern.replace("a", '"a"')}), "guided_grammar")
         is_bad_request(server.post(path, {**body, "structured_outputs": {"json": nested}}), "structured_outputs")
-    tools = '[{"type":"function","function":{"name":"f","parameters":%s}}]' % ('{"items":' * 3000 + "{}" + "}" * 3000)
+    tools = '[{"type":"function","function":{"name":"f","parameters":' + '{"items":' * 3000 + "{}" + "}" * 3000 + "}}]"
     text = json.dumps(server.cht_body())[:-1] + f', "tools": {tools}}}'
     assert server.http.post(CHT, content=text, headers={"Content-Type": "application/json"}).status_code == 400
     assert time.monotonic() - started < 5 * 11

@@ -16,11 +16,19 @@ _HIDES_TORCH = "torch" not in sys.modules  # WORKAROUND: the library imports it 
 if _HIDES_TORCH:
     sys.modules["torch"] = None  # type: ignore[assignment]
 
-from lmformatenforcer import CharacterLevelParser, CharacterLevelParserConfig, JsonSchemaParser, RegexParser, StringParser, TokenEnforcer, UnionParser  # noqa: E402
-from lmformatenforcer.tokenenforcer import TokenEnforcerTokenizerData  # noqa: E402
-from lmformatenforcer.tokenlist import TokenList  # noqa: E402
+from lmformatenforcer import (
+    CharacterLevelParser,
+    CharacterLevelParserConfig,
+    JsonSchemaParser,
+    RegexParser,
+    StringParser,
+    TokenEnforcer,
+    UnionParser,
+)
+from lmformatenforcer.tokenenforcer import TokenEnforcerTokenizerData
+from lmformatenforcer.tokenlist import TokenList
 
-from oarlock_structured_output.vocabulary import Vocabulary  # noqa: E402
+from oarlock_structured_output.vocabulary import Vocabulary
 
 if _HIDES_TORCH:
     del sys.modules["torch"]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import Wanted, children, wait
+from grammar_clients import Wanted, children, wait
 from oarlock_structured_output.client import Client
 
 Make = Callable[..., Client]
