@@ -41,14 +41,15 @@ class Engine:
         self.vocabulary = vocabulary
         ends = sorted(i for i in vocabulary.ends if i < len(vocabulary.tokens))
         self._tokenizer = llguidance.LLTokenizer(_Tokens(vocabulary), eos_token=ends or [0])  # type: ignore[arg-type]
-        self._hidden = ~int.from_bytes(vocabulary.bits(ends or [0]), "little")
+        every = (1 << 8 * vocabulary.num_mask_bytes) - 1  # the library's masks may be a word longer
+        self._shown = every & ~int.from_bytes(vocabulary.bits(ends or [0]), "little")
 
     def compile(self, wanted: dict[str, Any]) -> Matcher:
         """A matcher at the beginning of a text. Raises ValueError with the library's own words."""
         matcher = llguidance.LLMatcher(self._tokenizer, self._grammar(wanted), log_level=0)
         if matcher.is_error():
             raise ValueError(_short(matcher.get_error()))
-        return Matcher(matcher, self._hidden)
+        return Matcher(matcher, self._shown, self.vocabulary.num_mask_bytes)
 
     def _grammar(self, wanted: dict[str, Any]) -> str:
         make, text = llguidance.LLMatcher, wanted["text"]
@@ -71,11 +72,11 @@ class Engine:
 class Matcher:
     """One text as it grows."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, hidden: int) -> None:
-        self._matcher, self._hidden = matcher, hidden
+    def __init__(self, matcher: llguidance.LLMatcher, shown: int, num_bytes: int) -> None:
+        self._matcher, self._shown, self._num_bytes = matcher, shown, num_bytes
 
     def copy(self) -> Matcher:
-        return Matcher(self._matcher.deep_copy(), self._hidden)
+        return Matcher(self._matcher.deep_copy(), self._shown, self._num_bytes)
 
     def consume(self, token_ids: list[int]) -> None:
         """Raises ValueError when a token is not allowed, or the grammar becomes too complex."""
@@ -87,10 +88,10 @@ class Matcher:
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             if self._matcher.get_error().startswith("NoExtension"):
-                return bytes(len(bits)), False
+                return bytes(self._num_bytes), False
             raise ValueError(_short(self._matcher.get_error()))
-        left = int.from_bytes(bits, "little") & self._hidden
-        return left.to_bytes(len(bits), "little"), self._matcher.is_accepting()
+        left = int.from_bytes(bits, "little") & self._shown
+        return left.to_bytes(self._num_bytes, "little"), self._matcher.is_accepting()
 
 
 def _short(text: str) -> str:

@@ -7,10 +7,12 @@ import importlib.util
 import json
 import random
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
+import oarlock_structured_output as package
 import toy_grammars
 from oarlock_structured_output import child, frames, vocabulary
 from oarlock_structured_output.runaway import LIMIT, JsonRun, Leads
@@ -72,7 +74,7 @@ def walk(engine: Any, wanted: dict[str, Any], seed: int, limit: int = 400) -> tu
         sent = len(tokens)
         _, may_end, mask = frames.read_mask(body)
         allowed = [i for i in range(len(VOCABULARY.tokens)) if mask[i >> 3] >> (i & 7) & 1]
-        assert toy_grammars.END not in allowed and 263 not in allowed
+        assert len(mask) == 36 and toy_grammars.END not in allowed and max(allowed, default=0) < 263
         if may_end and (not allowed or rng.random() < 0.3):
             return b"".join(VOCABULARY.tokens[i] for i in tokens).decode(), True
         assert allowed, f"nothing may follow {tokens}"
@@ -234,6 +236,15 @@ def test_objects_are_closed_where_that_is_wanted(llguidance: Any) -> None:
     for seed in range(8):
         found, is_whole = walk(llguidance, specification("json", text, disable_additional_properties=True), seed)
         assert is_whole and json.loads(found) == {"a": {"type": "object"}}
+
+
+# ---------------------------------------------------------------- options
+@pytest.mark.parametrize(("options", "words"), [({"grammar_time": 0.0}, "--grammar-time is 0.0"), ({"grammar_memory_mib": 1}, "--grammar-memory-mib is 1"),
+                                                ({"grammar_processes": 0}, "--grammar-processes is 0"), ({"grammar_time": float("nan")}, "nan"), ({}, ""), ({"grammar_time": 2.0}, "")])  # fmt: skip
+def test_options_beyond_their_bounds_are_said_at_the_start(options: dict[str, Any], words: str) -> None:
+    config = SimpleNamespace(device=SimpleNamespace(options=options))
+    problems = package.check_model(None, config, None)
+    assert len(problems) == bool(words) and all(words in problem.text for problem in problems)
 
 
 # ---------------------------------------------------------------- running on

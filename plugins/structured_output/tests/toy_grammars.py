@@ -13,7 +13,8 @@ from typing import Any
 
 END = 256
 WORDS = [b"true", b'{"', b"   ", b"12", b"ab"]
-TOKENS = [*(bytes([i]) for i in range(256)), b"<end>", b"<call>", *WORDS, b""]
+TOKENS = [*(bytes([i]) for i in range(256)), b"<end>", b"<call>", *WORDS]
+TOKENS += [b""] * (288 - len(TOKENS))  # padding of the model's own, to a multiple of 32: no word of a mask has room to spare
 CALL = 257
 
 
