@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
-import pytest
 import oarlock_structured_output as package
+import pytest
 import toy_grammars
 from oarlock_structured_output import child, frames, vocabulary
 from oarlock_structured_output.runaway import LIMIT, JsonRun, Leads
