@@ -43,5 +43,5 @@ def plugin_options(taken: Collection[str], catalogue: Catalogue | None = None) -
 
 def with_extensions(option: Option) -> Option:
     """The row with the names that plugins add to its choices."""
-    names = tuple(e.name for p in installed().plugins for e in p.extensions if e.kind == option.extended_by)
+    names = tuple(e.name for p in installed().plugins for e in p.extensions if e.kind == option.extended_by and e.name not in option.choices)
     return replace(option, choices=(*option.choices, *names), built=(*(option.built or ()), *names))
