@@ -209,6 +209,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    shown_special_tokens: tuple[str, ...] = ()  # those that show all the same: what a parser of tool calls reads
     spaces_between_special_tokens: bool = True  # either holds already: text is the tokens' own bytes, nothing is put between them
     logits_processors: tuple[Callable[..., Any], ...] = ()  # in-process LLM only
     truncate_prompt_tokens: int | None = None  # keep the last k
@@ -321,6 +322,7 @@ class SamplingParams:
             "logit_bias": _bias(self.logit_bias),
             "allowed_token_ids": allowed,
             "bad_words": _strings("bad_words", self.bad_words),
+            "shown_special_tokens": _strings("shown_special_tokens", self.shown_special_tokens),
             "bad_words_token_ids": bad_ids,
         }
 

@@ -18,6 +18,7 @@ from oarlock.config.sections import EngineConfig, ModelConfig, ServerConfig
 from oarlock.frontend.chat import ChatTemplate
 from oarlock.frontend.inputs import InputLimits, InputProcessor
 from oarlock.messages import EngineOutput, EngineOutputs
+from oarlock.server.parsing import load_parsers
 from oarlock.server.routes import make_app
 from oarlock.server.state import ServerState
 from toy_frontend import SUMMARY, Script, ScriptedClient, ToyTokenizer, info, position, says
@@ -99,7 +100,7 @@ async def toy_server(
         receive(outputs)
 
     client.on_outputs = on_outputs
-    state.ready(llm, tokenizer, ChatTemplate(tokenizer.chat_template, tokenizer), summary)
+    state.ready(llm, tokenizer, ChatTemplate(tokenizer.chat_template, tokenizer), summary, load_parsers(server, "toy"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as http:
         yield Toy(state, client, http, app)
 

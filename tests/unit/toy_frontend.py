@@ -59,8 +59,11 @@ class ToyTokenizer:
     def id_to_token(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def make_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> ToyStream:
-        return ToyStream(self, skip_special_tokens)
+    def token_to_id(self, token: str) -> int | None:
+        return next((i for i, text in SPECIALS.items() if text == token), None)
+
+    def make_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = (), shown: Sequence[str] = ()) -> ToyStream:
+        return ToyStream(self, {i for i, text in SPECIALS.items() if text not in shown} if skip_special_tokens else set())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         stream = self.make_stream(skip_special_tokens)
@@ -68,12 +71,12 @@ class ToyTokenizer:
 
 
 class ToyStream:
-    def __init__(self, tokenizer: ToyTokenizer, skip: bool) -> None:
+    def __init__(self, tokenizer: ToyTokenizer, skip: set[int]) -> None:
         self._tokenizer, self._skip = tokenizer, skip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def step(self, ids: list[int]) -> str:
-        kept = (i for i in ids if not (self._skip and i in SPECIALS))
+        kept = (i for i in ids if i not in self._skip)
         return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, kept)))
 
     def flush(self) -> str:

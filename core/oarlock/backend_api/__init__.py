@@ -23,6 +23,7 @@ from oarlock.backend_api.specs import (
     Support,
     always,
 )
+from oarlock.backend_api.text_parsers import ParserContext, Piece, TextParser
 
 __all__ = [
     "API_VERSION",
@@ -39,10 +40,13 @@ __all__ = [
     "Hooks",
     "OpImpl",
     "OptionSpec",
+    "ParserContext",
+    "Piece",
     "ProbeResult",
     "Problem",
     "QuantizationMethod",
     "Support",
+    "TextParser",
     "always",
     "hookimpl",
     "hookspec",

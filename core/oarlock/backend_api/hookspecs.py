@@ -52,7 +52,7 @@ class Hooks:
 
     @hookspec
     def extensions(self) -> list[specs.Extension]:
-        """Parts that this plugin adds to core: commands, models, executors, routes, sinks, structured-output backends. Imported when they are used.
+        """Parts that this plugin adds to core: commands, models, executors, routes, sinks, structured-output backends, text parsers. Imported when they are used.
 
         When: discovery; once in each process that looks for plugins. No torch.
         Example:

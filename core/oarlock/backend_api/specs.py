@@ -102,9 +102,11 @@ class Extension:
                   describes them; vocabulary = (import string, argument) of a function that gives every token's bytes, the special ids,
                   the ids that end a text, and a function from text to ids. Called once in the engine's process; raises with the remedy where it cannot serve;
                   --guided-decoding-backend NAME
+        tool_parser, reasoning_parser
+                  subclass of `backend_api.TextParser`; --tool-call-parser NAME, --reasoning-parser NAME
     """
 
-    kind: Literal["command", "model", "executor", "route", "sink", "structured_output"]
+    kind: Literal["command", "model", "executor", "route", "sink", "structured_output", "tool_parser", "reasoning_parser"]
     name: str
     factory: str  # import string
     priority: int = 0  # core's own parts have 0; a part of the same kind and name replaces those of lower priority

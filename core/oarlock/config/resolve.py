@@ -136,6 +136,11 @@ def check_relations(
         raise ConfigError(f"{name('max-logprobs')} {model.max_logprobs}: must be -1 (no cap) or more")
     if model.rope_scaling is not None:
         _check_rope_scaling(model.rope_scaling, name("rope-scaling"))
+    if server.enable_auto_tool_choice and not server.tool_call_parser:
+        raise ConfigError(f"{name('enable-auto-tool-choice')} needs {name('tool-call-parser')}: what reads the calls out of the text; name one")
+    if model.skip_tokenizer_init and (server.tool_call_parser or server.reasoning_parser):
+        flag = name("tool-call-parser" if server.tool_call_parser else "reasoning-parser")
+        raise ConfigError(f"{flag} reads text, but {name('skip-tokenizer-init')} is set; drop one of the two")
     if model.skip_tokenizer_init and server.chat_template:
         raise ConfigError(f"{name('chat-template')} needs a tokenizer, but {name('skip-tokenizer-init')} is set; drop one of the two")
     if bool(server.ssl_keyfile) and not server.ssl_certfile:

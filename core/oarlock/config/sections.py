@@ -122,6 +122,10 @@ class ServerConfig:
     middleware: tuple[str, ...] = ()
     chat_template: str | None = None
     response_role: str = "assistant"
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    exclude_tools_when_none: bool = False
+    reasoning_parser: str | None = None
     allow_unknown_fields: bool = False
     allow_request_chat_template: bool = False
     uvicorn_log_level: str = "info"
@@ -134,6 +138,8 @@ class ServerConfig:
     max_prompts: int = 1024
     max_logit_bias: int = 1024
     max_bad_words: int = 256
+    max_tools: int = 128
+    max_tool_bytes: int = 256 << 10  # all tools of a request as JSON
 
 
 @dataclass(frozen=True, slots=True)

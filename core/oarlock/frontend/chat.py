@@ -73,6 +73,20 @@ class ChatTemplate:
             return False
         return _MARK.strip() in text and "'type'" not in text and '"type"' not in text
 
+    @cached_property
+    def takes_argument_text(self) -> bool:
+        """Whether earlier calls' arguments must be JSON text: tried out. Most templates write the object themselves."""
+
+        def shows(arguments: Any) -> bool:
+            call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            probe: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+            try:
+                return _MARK.strip() in self.render(probe, add_generation_prompt=False, _read_calls=False)
+            except InvalidParameter:
+                return False
+
+        return not shows({"mark": _MARK}) and shows(json.dumps({"mark": _MARK}, ensure_ascii=False))
+
     def check_kwargs(self, names: Iterable[str]) -> None:
         """Raises InvalidParameter for variables that may not be set, or that the template never reads: setting them would do nothing."""
         for name in names:
@@ -107,6 +121,10 @@ class ChatTemplate:
         if kwargs.pop("_flatten", True) and any(isinstance(message.get("content"), list) for message in chat) and not self.takes_parts:
             for at, message in enumerate(chat):
                 message["content"] = _joined(message.get("content"), f"messages[{at}].content")
+        read_calls = kwargs.pop("_read_calls", True)
+        for at, message in enumerate(chat):
+            if read_calls and message.get("tool_calls") and not self.takes_argument_text:
+                message["tool_calls"] = [_with_object(call, f"messages[{at}].tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])]
         if continue_final_message:
             _mark_final(chat)
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
@@ -219,6 +237,19 @@ def _checked(message: Mapping[str, Any], at: int) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidParameter(f"messages[{at}] must be an object with a role, got {message!r:.80}", param=f"messages[{at}]")
     return dict(message)
+
+
+def _with_object(call: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """An earlier call, its arguments as an object instead of JSON text."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        path += ".function.arguments"
+        raise InvalidParameter(f"{path} must be the JSON text of an object, as the call was answered; got {function['arguments']!r:.80}", param=path)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _joined(content: Any, path: str) -> Any:

@@ -16,16 +16,19 @@ from oarlock.errors import InvalidParameter, show
 if TYPE_CHECKING:
     from oarlock.frontend.chat import ChatTemplate
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 16384
-_TOOL_KEYS = ("tool_calls", "tool_call_id", "function_call")
+MAX_CALLS = 128  # tool calls of one message
+_REASONING = ("reasoning_content", "reasoning")  # two names of one thing
+_KEYS = ("role", "content", "name")
+_ROLE_KEYS = {"assistant": (*_KEYS, "tool_calls", *_REASONING), "tool": (*_KEYS, "tool_call_id")}
 _NOT_BUILT_KEYS = {
-    **dict.fromkeys(_TOOL_KEYS, "Tool calling is not built in this version."),
+    "function_call": "It is obsolete; send tool_calls.",
+    **dict.fromkeys(("tool_calls", *_REASONING), "Only messages of role assistant have it."),
+    "tool_call_id": "Only messages of role tool have it.",
     "audio": "Audio is not built in this version.",
     "refusal": "A refusal cannot be put into the chat template; send its text as content.",
     "annotations": "Annotations cannot be put into the chat template.",
-    "reasoning": "Reasoning is not built in this version; leave it out.",
-    "reasoning_content": "Reasoning is not built in this version; leave it out.",
 }
 
 
@@ -44,9 +47,9 @@ def read_messages(value: Any, template: ChatTemplate | None, *, allow_unknown: b
     return [_message(item, f"messages[{i}]", template, allow_unknown) for i, item in enumerate(value)]
 
 
-def text_of(content: str | list[dict[str, str]]) -> str:
+def text_of(content: str | list[dict[str, str]] | None) -> str:
     """A message's whole text."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
 
 
 def _wrong(path: str, value: Any, wanted: str) -> InvalidParameter:
@@ -57,30 +60,72 @@ def _message(item: Any, path: str, template: ChatTemplate | None, allow_unknown:
     if not isinstance(item, Mapping):
         raise _wrong(path, item, "an object with role and content")
     role = item.get("role")
-    if role == "tool":
-        raise InvalidParameter("Tool calling is not built in this version, so there is no role tool.", f"{path}.role", "unsupported_field")
     if role not in ROLES:
         problem = f"{path}.role is required" if role is None else f"{path}.role is {show(role)}"
         raise InvalidParameter(f"{problem}; it must be one of {', '.join(ROLES)}.", f"{path}.role", "invalid_value")
-    _check_keys(item, path, allow_unknown)
-    message = {"role": _role_for(role, template), "content": _content(item.get("content"), f"{path}.content")}
-    if item.get("name") is not None:
-        if type(item["name"]) is not str:
-            raise _wrong(f"{path}.name", item["name"], "a string")
-        message["name"] = item["name"]
+    known = _ROLE_KEYS.get(role, _KEYS)
+    _check_keys(item, path, known, allow_unknown)
+    calls = item.get("tool_calls") if role == "assistant" else None
+    may_lack_text = role == "assistant" and (calls or any(item.get(key) for key in _REASONING))
+    content = None if item.get("content") is None and may_lack_text else _content(item.get("content"), f"{path}.content")
+    message: dict[str, Any] = {"role": _role_for(role, template), "content": content}
+    for key in ("name", "tool_call_id", *_REASONING):
+        if key in known and item.get(key) is not None:
+            if type(item[key]) is not str:
+                raise _wrong(f"{path}.{key}", item[key], "a string")
+            message[key] = item[key]
+    if "reasoning" in message or "reasoning_content" in message:  # templates know either name
+        message |= dict.fromkeys(_REASONING, message.get("reasoning_content", message.get("reasoning")))
+    if role == "tool" and "tool_call_id" not in message:
+        raise InvalidParameter(f"{path}.tool_call_id is required: which call this answers.", f"{path}.tool_call_id", "missing_field")
+    if calls:
+        message["tool_calls"] = _calls(calls, f"{path}.tool_calls")
+    _check_template(message, template, path)
     return message
 
 
-def _check_keys(item: Mapping[Any, Any], path: str, allow_unknown: bool) -> None:
+def _check_template(message: Mapping[str, Any], template: ChatTemplate | None, path: str) -> None:
+    """Raises InvalidParameter for calls and their results that the template would drop."""
+    key = "tool_calls" if "tool_calls" in message else "role" if message["role"] == "tool" else None
+    if key and template is not None and not any("tool" in text for text in template.sources.values()):
+        text = f"{path}.{key}: the chat template knows no tools, so it would drop this; serve the model with one that does (--chat-template FILE)."
+        raise InvalidParameter(text, f"{path}.{key}", "unsupported_field")
+
+
+def _calls(value: Any, path: str) -> list[dict[str, Any]]:
+    """An assistant's earlier calls. Their arguments are JSON text, as they were answered."""
+    if type(value) is not list:
+        raise _wrong(path, value, "an array of tool calls")
+    if len(value) > MAX_CALLS:
+        raise InvalidParameter(f"{path} has {len(value)} calls; the limit is {MAX_CALLS}.", path, "invalid_value")
+    return [_call(item, f"{path}[{i}]") for i, item in enumerate(value)]
+
+
+def _call(item: Any, path: str) -> dict[str, Any]:
+    function = item.get("function") if isinstance(item, Mapping) else None
+    if not isinstance(function, Mapping) or item.get("type", "function") != "function":
+        raise _wrong(path, item, 'an object such as {"id": …, "type": "function", "function": {"name": …, "arguments": …}}')
+    wanted = (("id", item.get("id")), ("function.name", function.get("name")), ("function.arguments", function.get("arguments")))
+    for name, text in wanted:
+        if type(text) is not str:
+            raise _wrong(f"{path}.{name}", text, "a string")
+    for key in (*item, *(f"function.{key}" for key in function)):
+        if key not in ("id", "type", "index", "function", "function.name", "function.arguments"):
+            shown = str(key)[:100]
+            raise InvalidParameter(f"Unknown field {path}.{shown}.", f"{path}.{shown}", "unknown_field")
+    return {"id": item["id"], "type": "function", "function": {"name": function["name"], "arguments": function["arguments"]}}
+
+
+def _check_keys(item: Mapping[Any, Any], path: str, known: Sequence[str], allow_unknown: bool) -> None:
     for key, value in item.items():
-        if key in ("role", "content", "name") or value is None:
+        if key in known or value is None:
             continue
         shown = str(key)[:100]
         if key in _NOT_BUILT_KEYS:
             if value != []:
                 raise InvalidParameter(f"{path}.{key}: {_NOT_BUILT_KEYS[key]}", f"{path}.{key}", "unsupported_field")
         elif not allow_unknown:
-            close = difflib.get_close_matches(shown, ("role", "content", "name"), n=1)
+            close = difflib.get_close_matches(shown, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise InvalidParameter(f"Unknown field {path}.{shown}.{hint}", f"{path}.{shown}", "unknown_field")
 

@@ -261,7 +261,8 @@ class _Branch:
         self._params = params
         self._stream = None
         if tokenizer is not None and params.detokenize:
-            self._stream = tokenizer.make_stream(skip_special_tokens=params.skip_special_tokens, prompt_ids=request.prompt_token_ids)
+            more = {"shown": params.shown_special_tokens} if params.shown_special_tokens else {}  # a caller's own tokenizer may not know it
+            self._stream = tokenizer.make_stream(skip_special_tokens=params.skip_special_tokens, prompt_ids=request.prompt_token_ids, **more)
         self._matcher = StopMatcher(params.stop)
         self._held = ""  # text that may be the beginning of a stop string, and so is not sent yet
         self.num_tokens = 0

@@ -69,9 +69,9 @@ class Tokenizer:
         stream = self.make_stream(skip_special_tokens, ())
         return stream.step(list(ids)) + stream.flush()
 
-    def make_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> TokenStream:
-        """A decoder for the tokens that follow `prompt_ids`."""
-        return TokenStream(self, skip_special_tokens, prompt_ids)
+    def make_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = (), shown: Sequence[str] = ()) -> TokenStream:
+        """A decoder for the tokens that follow `prompt_ids`. `shown`: special tokens that are not skipped."""
+        return TokenStream(self, self.all_special_ids - set(map(self.token_to_id, shown)) if skip_special_tokens else frozenset(), prompt_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of a token, its leading space included; the literal text of a special one; empty for unknown ids."""
@@ -109,9 +109,9 @@ class TokenStream:
 
     __slots__ = ("_bytes_of", "_decoder", "_drop", "_skip", "_strip")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_ids: Sequence[int]) -> None:
         self._bytes_of = tokenizer.token_bytes
-        self._skip = tokenizer.all_special_ids if skip_special_tokens else frozenset()
+        self._skip = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b""
         for token_id in reversed(prompt_ids):  # ends after a few tokens, unless they are all without text

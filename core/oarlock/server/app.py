@@ -117,13 +117,16 @@ class _Life:
                 self.client.shutdown(0.0)
 
     # ---------------------------------------------------------------- start
-    async def _boot(self) -> tuple[Any, Any, Any, ModelSummary]:
-        """(AsyncLLM, tokenizer, chat template, summary) of a started engine."""
+    async def _boot(self) -> tuple[Any, Any, Any, ModelSummary, Any]:
+        """(AsyncLLM, tokenizer, chat template, summary, parsers) of a started engine."""
         from oarlock.engine.launch import prepare
 
         engine, server = self.resolved.engine, self.resolved.server
         self.launch = await in_thread(lambda: prepare(engine))
-        summary = self.launch.summary
+        summary, device = self.launch.summary, self.launch.selection.spec.name
+        from oarlock.server.parsing import load_parsers
+
+        parsers = load_parsers(server, device)
         self.client = client = self.launch.process()
         self.launched.set()
         tokenizer, template = await in_thread(lambda: self._load_text(summary))
@@ -133,7 +136,7 @@ class _Life:
 
         await client.ready()
         processor = InputProcessor(client.info, tokenizer, summary, InputLimits.make(engine.model, server))
-        return AsyncLLM(client, processor, tokenizer), tokenizer, template, summary
+        return AsyncLLM(client, processor, tokenizer), tokenizer, template, summary, parsers
 
     def _load_text(self, summary: ModelSummary) -> tuple[Any, Any]:
         from oarlock.frontend.chat import load_chat_template

@@ -7,7 +7,7 @@ Never: looks into a message (`frontend.conversation` has).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oarlock.errors import ConfigError
@@ -16,19 +16,25 @@ from oarlock.server.errors import bad
 from oarlock.server.state import ServerState
 
 
-def render(messages: list[dict[str, Any]], values: Mapping[str, Any], state: ServerState) -> str:
+def render(messages: list[dict[str, Any]], values: Mapping[str, Any], state: ServerState, template: ChatTemplate, tools: Sequence[Any] = ()) -> str:
     """The prompt's text, special tokens included. Raises RequestError or ApiError 400."""
-    template = _template(values, state)
     extra = values.get("chat_template_kwargs", {})
     template.check_kwargs(extra)
+    effort = values.get("reasoning_effort")
+    if effort is not None:
+        if "reasoning_effort" not in template.variables:
+            text = "The chat template has no variable 'reasoning_effort', so it would have no effect; leave it out."
+            raise bad("reasoning_effort", text, "unsupported_field")
+        extra = {"reasoning_effort": effort, **extra}
     continues = values.get("continue_final_message", False)
     starts = values.get("add_generation_prompt", not continues)
     if continues and messages[-1]["role"] != "assistant":
         raise bad("continue_final_message", "continue_final_message needs a last message of role assistant.", "invalid_value")
-    return template.render(messages, add_generation_prompt=starts, continue_final_message=continues, **extra)
+    return template.render(messages, add_generation_prompt=starts, continue_final_message=continues, tools=tools, **extra)
 
 
-def _template(values: Mapping[str, Any], state: ServerState) -> ChatTemplate:
+def template_for(values: Mapping[str, Any], state: ServerState) -> ChatTemplate:
+    """The request's own template where that is allowed, else the server's. Raises RequestError or ApiError 400."""
     source = values.get("chat_template")
     if source is None:
         if state.template is None:

@@ -30,12 +30,13 @@ from oarlock.server import metrics
 from oarlock.server.body import checked_body
 from oarlock.server.chat import create_chat_completion
 from oarlock.server.completions import create_completion
-from oarlock.server.conversation import render
+from oarlock.server.conversation import render, template_for
 from oarlock.server.errors import ApiError, bad, model_not_found
 from oarlock.server.gate import Gate, route_path
 from oarlock.server.kinds import token_ids, wrong
 from oarlock.server.schema import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Table, json_schema
 from oarlock.server.state import ServerState
+from oarlock.server.tools import read_tools
 from oarlock.server.unknown_route import no_such_route, wrong_method
 
 THREAD_CHARS = 20_000  # longer texts are tokenised, and more tokens written as text, in a thread, so that streams go on
@@ -163,7 +164,9 @@ async def tokenize(request: Request, state: ServerState) -> Response:
         raise bad("prompt", "Give one of prompt and messages.", "missing_field" if "prompt" not in values else "invalid_value")
     tokenizer = _tokenizer(state)
     if "messages" in values:
-        text = render(read_messages(values["messages"], state.template, allow_unknown=state.server.allow_unknown_fields), values, state)
+        template = template_for(values, state)
+        messages = read_messages(values["messages"], template, allow_unknown=state.server.allow_unknown_fields)
+        text = render(messages, values, state, template, read_tools(values, state, template).shown)
     else:
         text = values["prompt"]
         if type(text) is not str:

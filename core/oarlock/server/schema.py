@@ -41,7 +41,7 @@ NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "
 FOREIGN = {**FOREIGN_NAMES, "bad_words_ids": "bad_words", "top_logprobs_num": "top_logprobs", "return_logprob": "logprobs", "inputs": "prompt"}
 
 _NOT_YET = "is not built in this version"
-_TOOLS = Refused(f"Tool calling {_NOT_YET}; leave the field out.", lambda value: value == [])
+_FUNCTIONS = Refused("This is the obsolete form of tool calling; send tools and tool_choice.", lambda value: value in ([], "none", "auto"))
 
 _REFUSED_BOTH = {
     **{name: Refused(f"This version does not have {what}; leave {name} out.", lambda value: value is False) for name, what in NOT_BUILT.items()},
@@ -107,11 +107,14 @@ TEMPLATE: dict[str, Kind] = {
     "continue_final_message": kinds.boolean,
     "chat_template": kinds.string,
     "chat_template_kwargs": kinds.obj,
+    "tools": kinds.items,
+    "tool_choice": kinds.raw,
+    "parallel_tool_calls": kinds.boolean,
+    "reasoning_effort": kinds.string,
 }
 
 _TEMPLATE_REFUSED = {
     "documents": Refused(f"Documents for retrieval {_NOT_YET}; put the text into a message.", lambda value: value == []),
-    "tools": _TOOLS,
     "mm_processor_kwargs": Refused(f"Images and audio {_NOT_YET}."),
 }
 
@@ -133,20 +136,17 @@ CHAT = Table(
         "logprobs": kinds.boolean,
         "top_logprobs": kinds.integer,
         "max_completion_tokens": kinds.integer,
+        "include_reasoning": kinds.boolean,
     },
     required=("model", "messages"),
     refused={
         **_REFUSED_BOTH,
         **_TEMPLATE_REFUSED,
-        "tool_choice": Refused(f"Tool calling {_NOT_YET}; leave tool_choice out.", lambda value: value in ("none", "auto")),
-        "parallel_tool_calls": Refused("parallel_tool_calls is only allowed when tools are given."),
-        "functions": _TOOLS,
-        "function_call": Refused(f"Tool calling {_NOT_YET}; leave function_call out.", lambda value: value in ("none", "auto")),
+        "functions": _FUNCTIONS,
+        "function_call": _FUNCTIONS,
         "audio": Refused(f"Audio output {_NOT_YET}."),
         "modalities": Refused(f"Output other than text {_NOT_YET}.", lambda value: value == ["text"]),
         "prediction": Refused(f"Predicted output {_NOT_YET}."),
-        "reasoning_effort": Refused(f"reasoning_effort {_NOT_YET}; some models take a switch through chat_template_kwargs."),
-        "include_reasoning": Refused("Reasoning parsers are not built in this version, so all text is content."),
         "verbosity": Refused(f"verbosity {_NOT_YET}."),
         "web_search_options": Refused(f"Web search {_NOT_YET}."),
         "suffix": Refused("Chat has no suffix; leave it out."),

@@ -18,6 +18,7 @@ from oarlock.messages import EngineInfo, EngineOutputs
 from oarlock.model_summary import ModelSummary
 from oarlock.server.errors import ApiError, bad, queue_full, unavailable
 from oarlock.server.metrics import ServerMetrics
+from oarlock.server.parsing import Parsers
 
 MAX_BODIES = 8  # of the largest size, read at once
 
@@ -98,12 +99,14 @@ class ServerState:
         self.tokenizer: Any = None
         self.template: Any = None
         self.summary: ModelSummary | None = None
+        self.parsers = Parsers()
         self.defaults: dict[str, Any] = {}
         self.max_prompts_inside = 0
 
-    def ready(self, llm: Any, tokenizer: Any, template: Any, summary: ModelSummary) -> None:
+    def ready(self, llm: Any, tokenizer: Any, template: Any, summary: ModelSummary, parsers: Parsers | None = None) -> None:
         """The engine has started: begin to serve."""
         self.llm, self.tokenizer, self.template, self.summary = llm, tokenizer, template, summary
+        self.parsers = parsers or Parsers()
         self.defaults = default_sampling_fields(summary, self.engine.model.generation_config)
         self.max_prompts_inside = self.info.max_num_seqs + self.engine.scheduler.max_waiting_requests
         self.metrics.attach(self.info, self.engine, lambda: llm.stats)

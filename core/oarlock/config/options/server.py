@@ -37,6 +37,21 @@ OPTIONS: tuple[Option, ...] = (
     _http("chat-template", "str", None, "Chat template: a file, or the template itself. Unset: the checkpoint's.", "server.chat_template"),
     _http("response-role", "str", "assistant", "Role in chat answers.", "server.response_role"),
     _http(
+        "enable-auto-tool-choice", "bool", False, "Let the model decide whether it calls one of a request's tools (tool_choice auto). Needs "
+        "--tool-call-parser.", "server.enable_auto_tool_choice",
+    ),
+    _http(
+        "tool-call-parser", "str", None, "What reads tool calls out of the model's text: a name from a plugin, such as hermes (Qwen), llama3_json, "
+        "pythonic, mistral, deepseek_v3, openai (gpt-oss) or json of plugins/tool_parsers.", "server.tool_call_parser",
+    ),
+    _http(
+        "exclude-tools-when-tool-choice-none", "bool", False, "With tool_choice none, leave the tools out of the prompt.", "server.exclude_tools_when_none",
+    ),
+    _http(
+        "reasoning-parser", "str", None, "What tells a model's reasoning from its answer: a name from a plugin, such as deepseek_r1, qwen3, mistral or "
+        "openai_gptoss of plugins/tool_parsers.", "server.reasoning_parser",
+    ),
+    _http(
         "allow-unknown-fields", "bool", False, "Accept unknown request fields and name them in a response header, instead of a 400.",
         "server.allow_unknown_fields",
     ),
@@ -57,6 +72,8 @@ OPTIONS: tuple[Option, ...] = (
     _limit("max-n", "int", 128, "Largest n and best_of, up to 128.", "server.max_n", high=128),
     _limit("max-stop-strings", "int", 16, "Most stop strings.", "server.max_stop_strings"),
     _limit("max-stop-len", "int", 1024, "Longest stop string, in characters.", "server.max_stop_len"),
+    _limit("max-tools", "int", 128, "Most tools in one request.", "server.max_tools"),
+    _limit("max-tool-bytes", "bytes", 256 << 10, "Most bytes of all tools of a request, as JSON.", "server.max_tool_bytes"),
     _limit("max-prompts", "int", 1024, "Most prompts in one request.", "server.max_prompts"),
     _limit("max-logit-bias", "int", 1024, "Most entries of logit_bias.", "server.max_logit_bias"),
     _limit("max-bad-words", "int", 256, "Most bad_words.", "server.max_bad_words"),
