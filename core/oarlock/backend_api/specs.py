@@ -102,8 +102,8 @@ class Extension:
                   describes them; vocabulary = (import string, argument) of a function that gives every token's bytes, the special ids,
                   the ids that end a text, and a function from text to ids. Called once in the engine's process; raises with the remedy where it cannot serve;
                   --guided-decoding-backend NAME
-        tool_parser, reasoning_parser
-                  subclass of `backend_api.TextParser`; --tool-call-parser NAME, --reasoning-parser NAME
+        tool_parser       subclass of `backend_api.TextParser` that reads calls out of an answer; --tool-call-parser NAME
+        reasoning_parser  the same for the model's reasoning; --reasoning-parser NAME
     """
 
     kind: Literal["command", "model", "executor", "route", "sink", "structured_output", "tool_parser", "reasoning_parser"]

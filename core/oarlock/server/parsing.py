@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oarlock import extensions
-from oarlock.backend_api import ParserContext, Piece, TextParser
+from oarlock.backend_api import Extension, ParserContext, Piece, TextParser
 from oarlock.config.sections import ServerConfig
 from oarlock.errors import ConfigError, PluginError
 
@@ -30,24 +30,26 @@ class Parsers:
 
 def load_parsers(server: ServerConfig, device: str) -> Parsers:
     """Import the parsers that were asked for. Raises ConfigError for a name that no installed plugin has."""
+    tools, thoughts = extensions.parts("tool_parser", device), extensions.parts("reasoning_parser", device)
     return Parsers(
-        tool=_load("tool_parser", server.tool_call_parser, "tool-call-parser", device),
-        reasoning=_load("reasoning_parser", server.reasoning_parser, "reasoning-parser", device),
-        listed=_load("tool_parser", "json", None, device),
+        tool=_load("tool-call-parser", server.tool_call_parser, tools, device),
+        reasoning=_load("reasoning-parser", server.reasoning_parser, thoughts, device),
+        listed=_load(None, "json", tools, device),
     )
 
 
-def _load(kind: str, name: str | None, flag: str | None, device: str) -> type[TextParser] | None:
-    part = extensions.find(kind, name, device) if name else None
-    if part is None:
-        if name and flag:
-            known = ", ".join(sorted({e.name for _, e in extensions.parts(kind, device)}))
-            remedy = f"installed are {known}" if known else "none is installed; the package oarlock-tool-parsers has some"
-            raise ConfigError(f"--{flag} {name}: there is no such parser; {remedy}", option=f"--{flag}")
+def _load(flag: str | None, name: str | None, parts: Sequence[tuple[Any, Extension]], device: str) -> type[TextParser] | None:
+    """The parser of this name; None where none was asked for, or where it is not installed and no flag asks for it."""
+    known = sorted({part.name for _, part in parts})
+    if not name or (flag is None and name not in known):
         return None
+    part = extensions.find(parts[0][1].kind, name, device) if parts else None
+    if part is None:
+        remedy = f"installed are {', '.join(known)}" if known else "none is installed; run pip install ./plugins/tool_parsers"
+        raise ConfigError(f"--{flag} {name}: there is no such parser; {remedy}", option=f"--{flag}")
     found = extensions.load(part)
     if not (isinstance(found, type) and issubclass(found, TextParser)):
-        raise PluginError(f"{kind} {name}: {part.factory} is no subclass of oarlock.backend_api.TextParser")
+        raise PluginError(f"{part.kind} {name}: {part.factory} is no subclass of oarlock.backend_api.TextParser")
     return found
 
 
