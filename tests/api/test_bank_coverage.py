@@ -13,8 +13,6 @@ CASES = yaml.safe_load((HERE / "bank.yaml").read_text())["cases"]
 LATER = {
     # A case's id, and the feature that it waits for. That the feature's fields are refused by name is tested in
     # test_guided_legacy_ignored_and_other_missing_features.
-    "tool-finish-reason-agree": "tool calling",
-    "tool-truncated": "tool calling",
     "lora-cache-isolation": "LoRA",
     "lora-load-errors": "LoRA",
 }

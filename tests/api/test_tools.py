@@ -159,7 +159,7 @@ async def test_auto_needs_a_parser() -> None:
     for server in (ServerConfig(), ServerConfig(tool_call_parser="hermes")):
         async with serve(CALL, server) as toy:
             for fields in ({}, {"tool_choice": "auto"}):
-                error = refused(await toy.chat(tools=TOOLS, **fields), "tool_choice")
+                error = refused(await toy.chat(tools=TOOLS, **fields), "tool_choice" if fields else "tools")
                 assert "--enable-auto-tool-choice" in error["message"] and "--tool-call-parser" in error["message"]
 
 
@@ -177,7 +177,11 @@ async def test_auto_needs_a_parser() -> None:
         ({"tools": [TIME, TIME]}, "tools[1].function.name", "its own"),
         ({"tools": [TIME] * 200}, "tools", "--max-tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 300_000}}]}, "tools", "--max-tool-bytes"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict", "required"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools[0].function.parameters.type", "object"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "no room for a call"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", "both"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tools", "structured_output"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get_time"}}}, "tools", "structured_output"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name", "none of the tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "required"),
@@ -327,3 +331,62 @@ async def test_gpt_oss_reads_reasoning_and_calls_in_one() -> None:
         assert choice["message"]["reasoning"] == "Hm" and choice["message"]["tool_calls"][0]["function"] == {"name": "get_time", "arguments": '{"a": 1}'}
         (choice,), _ = await both(toy, tools=[])
         assert choice["message"]["reasoning"] == "Hm" and choice["message"]["content"] == '{"a": 1}'
+
+
+# ---------------------------------------------------------------- forced calls: the grammar is given to the engine, which here says what it would allow
+CONSTRAINS = {"structured_outputs": (("some", ""),)}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def schema_of(toy: Any) -> Any:
+    return json.loads(toy.engine.submitted[-1].params.structured_outputs.json)
+
+
+async def test_a_named_function_is_called_with_the_text_as_arguments() -> None:
+    for server in (ServerConfig(), THINKS):
+        async with serve(ARGUMENTS, server, **CONSTRAINS) as toy:
+            (choice,), _ = await both(toy, tool_choice=NAMED)
+            assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+            assert [c["function"] for c in choice["message"]["tool_calls"]] == [{"name": "get_weather", "arguments": ARGUMENTS}]
+            assert schema_of(toy) == WEATHER["function"]["parameters"]
+            (choice,), _ = await both(toy, tool_choice=NAMED, max_tokens=6)
+            assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS[:6] and choice["finish_reason"] == "length"
+
+
+async def test_required_calls_come_as_a_list_and_are_held_to_the_schemas() -> None:
+    text = f'[{{"name": "get_weather", "parameters": {ARGUMENTS}}}, {{"name": "get_time", "parameters": {{}}}}]'
+    async with serve(text, ServerConfig(), **CONSTRAINS) as toy:
+        (choice,), _ = await both(toy, tool_choice="required")
+        assert [c["function"]["arguments"] for c in choice["message"]["tool_calls"]] == [ARGUMENTS, "{}"]
+        assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+        schema = schema_of(toy)
+        assert schema["minItems"] == 1 and "maxItems" not in schema
+        assert [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]] == ["get_weather", "get_time"]
+        await both(toy, tool_choice="required", parallel_tool_calls=False)
+        assert schema_of(toy)["maxItems"] == 1
+        for limit in range(1, len(text) + 1):
+            (choice,), _ = await both(toy, tool_choice="required", max_tokens=limit)
+            assert choice["finish_reason"] == "length" and not choice["message"]["content"], "no markup"
+
+
+async def test_references_in_a_schema_keep_their_target() -> None:
+    tree = {"type": "object", "properties": {"root": {"$ref": "#/$defs/node"}}, "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}}}
+    tools = [WEATHER, {"type": "function", "function": {"name": "walk", "parameters": tree}}]
+    async with serve("[]", ServerConfig(), **CONSTRAINS) as toy:
+        await toy.chat(tools=tools, tool_choice="required")
+        placed = schema_of(toy)["$defs"]["f1"]
+        assert placed["properties"]["root"]["$ref"] == "#/$defs/f1/$defs/node" == placed["$defs"]["node"]["properties"]["next"]["$ref"]
+        await toy.chat(tools=tools, tool_choice={"type": "function", "function": {"name": "walk"}})
+        assert schema_of(toy) == tree
+
+
+async def test_strict_is_enforced_by_the_parsers_own_format_or_refused() -> None:
+    tools = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}, TIME]
+    async with serve(CALL, SERVER, **CONSTRAINS) as toy:
+        (choice,), _ = await both(toy, tools=tools)
+        assert choice["finish_reason"] == "tool_calls"
+        tag = json.loads(toy.engine.submitted[-1].params.structured_outputs.structural_tag)
+        assert tag["triggers"] == ["<tool_call>"] and tag["structures"][0]["schema"] == WEATHER["function"]["parameters"]
+        assert CALL.startswith(tag["structures"][0]["begin"]) and CALL.endswith(tag["structures"][0]["end"])
+    async with serve(CALL, ServerConfig(enable_auto_tool_choice=True, tool_call_parser="pythonic"), **CONSTRAINS) as toy:
+        assert "strict" in refused(await toy.chat(tools=tools), "tools[0].function.strict")["message"]

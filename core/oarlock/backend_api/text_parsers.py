@@ -28,6 +28,7 @@ class ParserContext:
     functions: Mapping[str, Mapping[str, Any]]  # the functions offered: name -> JSON schema of the parameters
     prompt_end: str = ""  # the last characters of the prompt, which may have begun the reasoning
     calls_are_read: bool = False  # a reasoning parser: whether a tool parser reads the content after it
+    is_forced: bool = False  # the answer can be nothing but calls
 
 
 class TextParser:
@@ -48,6 +49,12 @@ class TextParser:
     def finish(self, reason: str) -> list[Piece]:
         """What was held back, at the text's end. `reason`: "length" where a limit cut it, else "stop"."""
         raise NotImplementedError
+
+    @classmethod
+    def call_tags(cls, functions: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """How calls of these functions are written, so that their arguments can be held to the schemas: a structural tag,
+        {"structures": [{"begin", "schema", "end"}], "triggers": [...]}; None where the format cannot be said so."""
+        return None
 
     def make_call_id(self) -> str:
         """An id for a call, in the form that the model's chat template takes back."""

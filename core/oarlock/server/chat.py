@@ -34,7 +34,7 @@ async def create_chat_completion(request: Request, state: ServerState) -> Respon
     messages = read_messages(values["messages"], template, allow_unknown=state.server.allow_unknown_fields)
     params, options, length_name = chat_settings(values, state.defaults, state.engine.scheduler.policy)
     use = read_tools(values, state, template)
-    params = constrain(params, use)
+    params = constrain(params, use, state.parsers)
     prompt = render(messages, values, state, template, use.shown)
     reader = AnswerReader(use, state, prompt, show_reasoning=values.get("include_reasoning", True))
     params = reader.shown_special_tokens(params)

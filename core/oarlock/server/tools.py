@@ -11,15 +11,16 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from oarlock.backend_api import ParserContext, TextParser
 from oarlock.frontend.chat import ChatTemplate
 from oarlock.sampling_params import SamplingParams
 from oarlock.server.errors import bad
 from oarlock.server.kinds import wrong
-from oarlock.server.parsing import PROMPT_END, NamedCall, Reading
+from oarlock.server.parsing import PROMPT_END, NamedCall, Parsers, Reading
 from oarlock.server.state import ServerState
+from oarlock.structured_outputs import StructuredOutputs
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
@@ -32,6 +33,7 @@ class ToolUse:
     choice: str = "none"
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     shown: tuple[dict[str, Any], ...] = ()  # the tools that the template gets
+    is_strict: bool = False  # calls must keep to the schemas
     max_calls: int | None = None  # None: any number
 
     @property
@@ -63,8 +65,8 @@ def read_tools(values: Mapping[str, Any], state: ServerState, template: ChatTemp
     kind, named = _choice(choice, functions)
     _check_parser(kind, state, given=choice is not None)
     strict = next((at for at, tool in enumerate(tools) if tool["function"].get("strict")), None)
-    if strict is not None and kind == "auto":
-        text = "strict is enforced only for a call that is: send tool_choice required or a named function, or leave strict out."
+    if strict is not None and kind == "auto" and (state.parsers.tool is None or not state.parsers.tool.call_tags(functions)):
+        text = "With tool_choice auto this server's tool-call parser cannot enforce strict: send tool_choice required or a named function, or leave strict out."
         raise bad(f"tools[{strict}].function.strict", text, "unsupported_field")
     shown = () if kind == "none" and state.server.exclude_tools_when_none else tuple(tools)
     max_calls = 1 if kind == "named" or not values.get("parallel_tool_calls", True) else None
@@ -73,7 +75,7 @@ def read_tools(values: Mapping[str, Any], state: ServerState, template: ChatTemp
     if shown and template is not None and "tools" not in template.variables and "tool_use" not in template.sources:
         text = "The chat template has no variable 'tools', so the model would not see them; serve it with a template that has (--chat-template FILE)."
         raise bad("tools", text, "unsupported_field")
-    return ToolUse(kind, functions if kind != "none" else {}, shown, max_calls)
+    return ToolUse(kind, functions if kind != "none" else {}, shown, is_strict=strict is not None, max_calls=max_calls)
 
 
 def _function(tool: Any, path: str) -> tuple[str, Mapping[str, Any]]:
@@ -93,6 +95,8 @@ def _function(tool: Any, path: str) -> tuple[str, Mapping[str, Any]]:
     for key, kind, wanted in (("description", str, "a string"), ("parameters", dict, "an object: a JSON schema"), ("strict", bool, "true or false")):
         if function.get(key) is not None and type(function[key]) is not kind:
             raise wrong(f"{path}.function.{key}", function[key], wanted)
+    if schema and schema.get("type", "object") != "object":
+        raise bad(f"{path}.function.parameters.type", f"{path}.function.parameters must describe an object: arguments are one.", "invalid_value")
     return name, schema or {"type": "object", "properties": {}}
 
 
@@ -115,17 +119,56 @@ def _check_parser(kind: str, state: ServerState, *, given: bool) -> None:
     if kind == "auto" and not (state.server.enable_auto_tool_choice and state.parsers.tool):
         default = "" if given else " (the default where tools are given)"
         text = f"tool_choice auto{default} needs a server started with --enable-auto-tool-choice and --tool-call-parser NAME; or send tool_choice none, required or a function."
-        raise bad("tool_choice", text, "unsupported_field")
+        raise bad("tool_choice" if given else "tools", text, "unsupported_field")
     if kind == "required" and state.parsers.listed is None:
         raise bad("tool_choice", "tool_choice required needs the package oarlock-tool-parsers on the server.", "unsupported_field")
 
 
-def constrain(params: SamplingParams, use: ToolUse) -> SamplingParams:
-    """The sampling under which only what `tool_choice` asks for can come. Raises ApiError 400 where the server cannot enforce it."""
-    if not use.is_forced:
+def constrain(params: SamplingParams, use: ToolUse, parsers: Parsers) -> SamplingParams:
+    """The sampling under which only what `tool_choice` and `strict` ask for can come. Raises ApiError 400, InvalidParameter."""
+    rooted = {name: _rooted(schema, "") for name, schema in use.functions.items()}
+    tags = parsers.tool.call_tags(rooted) if use.is_strict and use.choice == "auto" and parsers.tool else None
+    if not use.is_forced and not tags:
+        if use.choice == "auto" and params.structured_outputs is not None:
+            name = params.structured_outputs.param
+            text = f"{name} constrains the whole answer, which leaves no room for a call; send tool_choice none, or leave {name} out."
+            raise bad(name, text, "unsupported_field")
         return params
-    text = "tool_choice required or a named function is enforced by structured output, which this version does not have; send tool_choice auto."
-    raise bad("tool_choice", text, "unsupported_field")
+    if params.structured_outputs is not None:
+        name = params.structured_outputs.param
+        raise bad(name, f"{name} and the tools both constrain the answer; leave one of them out.", "invalid_value")
+    if tags:
+        return replace(params, structured_outputs=StructuredOutputs(structural_tag=cast("Any", tags), param="tools"))
+    if use.choice == "named":
+        schema: dict[str, Any] = next(iter(rooted.values()))
+    else:
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/f{at}"}},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for at, name in enumerate(use.functions)
+        ]
+        places = {f"f{at}": _rooted(one, f"f{at}") for at, one in enumerate(use.functions.values())}
+        schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": places}
+        schema |= {} if use.max_calls is None else {"maxItems": use.max_calls}
+    return replace(params, structured_outputs=StructuredOutputs(json=cast("Any", schema), param="tools"))
+
+
+def _rooted(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The schema of an object, its references pointing to where it stands: under `place` in "$defs", or at the root."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                key: f"#/$defs/{place}{item[1:]}" if key == "$ref" and isinstance(item, str) and item.startswith("#") else moved(item)
+                for key, item in value.items()
+            }
+        return [moved(item) for item in value] if isinstance(value, list) else value
+
+    return {"type": "object", **(moved(dict(schema)) if place else schema)}
 
 
 class AnswerReader:
@@ -141,7 +184,7 @@ class AnswerReader:
             text = "include_reasoning false needs a server that tells reasoning apart (--reasoning-parser NAME); leave it out."
             raise bad("include_reasoning", text, "unsupported_field")
         self._use, self._show_reasoning = use, show_reasoning
-        self._context = ParserContext(use.functions, prompt[-PROMPT_END:], tool is not None)
+        self._context = ParserContext(use.functions, prompt[-PROMPT_END:], tool is not None, use.is_forced)
 
     def reading(self) -> Reading:
         return Reading(self.kinds, self._context, max_calls=self._use.max_calls, show_reasoning=self._show_reasoning)

@@ -31,4 +31,5 @@ class BareJson(JsonParser):
         for closing in ("]" if opened else "", "```" if fence else ""):
             if self._follows_call and closing and (yield from self.literal(closing)):
                 before = yield from self.space()
-        self.content(before)
+        if not (self.context.is_forced and self._end is not None and self._at >= len(self._text)):
+            self.content(before)

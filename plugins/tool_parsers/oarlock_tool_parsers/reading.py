@@ -62,6 +62,11 @@ class StreamParser(TextParser):
         self._held = 0  # characters that the attempt holds back and cannot stream
         self._steps = self._all()
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether what an attempt reads is a call for certain, if a whole one."""
+        return not self.names_must_be_known or self.context.is_forced
+
     # ---------------------------------------------------------------- the interface
     def feed(self, text: str) -> list[Piece]:
         self._text, self._at = self._text[self._at :] + text, 0
@@ -138,7 +143,7 @@ class StreamParser(TextParser):
             self._raw = None
             if call.is_announced:
                 return False
-            if self._end == "length" and self._at >= len(self._text) and (call.name is not None or not self.names_must_be_known):
+            if self._end == "length" and self._at >= len(self._text) and (call.name is not None or self.is_marked):
                 if call.name is not None:
                     self._announce()
                 else:
