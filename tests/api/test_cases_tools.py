@@ -27,7 +27,7 @@ SCRIPTS = {
     "list": f'[{{"name": "get_weather", "parameters": {ARGUMENTS}}}]',
     "arguments": ARGUMENTS,
     "text": "It is cold there.",
-    "think": f'<think>\nWhere? Oslo.\n</think>\n\nI look.\n<tool_call>{{"name": "get_weather", "arguments": {{"city":"Oslo","days":7}}}}</tool_call>',
+    "think": '<think>\nWhere? Oslo.\n</think>\n\nI look.\n<tool_call>{"name": "get_weather", "arguments": {"city":"Oslo","days":7}}</tool_call>',
     "broken": '<tool_call>{"name": "get_weather", "arguments": {city: Oslo}}</tool_call> sorry',
 }
 

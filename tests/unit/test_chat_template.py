@@ -37,6 +37,42 @@ def test_the_template_sees_special_tokens_tools_and_keyword_arguments() -> None:
     assert template(source).variables == {"bos_token", "tools", "thinking", "messages"}
 
 
+def call(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    return [*USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "call12345", "type": "function", "function": function}]}]
+
+
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+END = "{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        (CALLS + "{{ c.function.arguments | tojson }}" + END, '{"city": "Köln", "n": 1}'),  # as most templates do
+        (CALLS + "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}" + END, "city=Köln;n=1;"),
+        (CALLS + "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}{% endif %}" + END,
+         '{"city": "Köln", "n": 1}'),
+        (CALLS + "{{ 'x' + c.function.arguments + 'x' }}" + END, 'x{"city":"Köln","n":1}x'),  # it wants the text
+        (CALLS + "{% if c.id | length != 9 %}{{ raise_exception('id') }}{% endif %}{{ c.function | tojson }}" + END,
+         '{"name": "f", "arguments": {"city": "Köln", "n": 1}}'),
+    ],
+)  # fmt: skip
+def test_the_arguments_of_earlier_calls_come_in_the_form_that_the_template_takes(source: str, shown: str) -> None:
+    made = template(source)
+    assert made.render(call('{"city":"Köln","n":1}')) == shown
+    assert made.render(call("")) in ("{}", "", "xx", '{"name": "f", "arguments": {}}')
+    assert made.render(USER) == ""
+
+
+def test_arguments_that_are_no_object_are_laid_to_their_place() -> None:
+    made = template(CALLS + "{{ c.function.arguments | tojson }}" + END)
+    for wrong in ("{", "[1]", "5", "[" * 100_000):
+        with pytest.raises(InvalidParameter) as caught:
+            made.render(call(wrong))
+        assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
 def test_no_tools_means_none() -> None:
     assert template("{{ tools is none }}").render(USER, tools=[]) == "True"
 

@@ -71,7 +71,7 @@ SAMPLES: dict[str, Any] = {
     "uds": "/run/o.sock", "chat-template": "t.jinja", "max-model-len": 4096, "long-lora-scaling-factors": [4.0], "ssl-keyfile": "k.pem",
     "tokenizer-pool-type": "custom",
 }  # fmt: skip
-NEEDS = {"ssl-keyfile": {"ssl_certfile": "c.pem"}, "quantization-param-path": {"kv_cache_dtype": "fp8"}}
+NEEDS = {"enable-auto-tool-choice": {"tool_call_parser": "hermes"}, "ssl-keyfile": {"ssl_certfile": "c.pem"}, "quantization-param-path": {"kv_cache_dtype": "fp8"}}
 
 
 def sample(option: Option) -> Any:

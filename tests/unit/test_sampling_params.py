@@ -37,6 +37,7 @@ REFUSED = {
     "logit_bias": [{"abc": 1}, {"-1": 1}, {-1: 1}, {5: 100.5}, {5: -101}, {5: NAN}, {5: "1"}, {True: 1}, [(1,)], "x", {"5": 1, 5: 2}, {1.5: 1}],
     "allowed_token_ids": [[], [-1], ["1"], 3, [None]],
     "bad_words": ["word", [""], [3], 3],
+    "shown_special_tokens": ["<x>", [""], [3], 3],
     "bad_words_token_ids": [[[]], [["1"]], [5], [[-1]]],
     "logits_processors": [["not callable"], 3],
     "detokenize": [1, "true"],
