@@ -390,3 +390,12 @@ async def test_strict_is_enforced_by_the_parsers_own_format_or_refused() -> None
         assert CALL.startswith(tag["structures"][0]["begin"]) and CALL.endswith(tag["structures"][0]["end"])
     async with serve(CALL, ServerConfig(enable_auto_tool_choice=True, tool_call_parser="pythonic"), **CONSTRAINS) as toy:
         assert "strict" in refused(await toy.chat(tools=tools), "tools[0].function.strict")["message"]
+
+
+async def test_a_long_answer_is_read_as_a_short_one_is() -> None:
+    """It is read in a thread, so that others are served meanwhile."""
+    text = "a line\n" * 3000
+    call = '<tool_call>' + json.dumps({"name": "get_time", "arguments": {"text": text}}) + '</tool_call>'
+    async with serve(call, max_model_len=65536) as toy:
+        (choice,) = strict((await toy.chat(tools=TOOLS)).text)["choices"]
+        assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"text": text}

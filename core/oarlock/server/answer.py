@@ -28,7 +28,7 @@ from oarlock.server.params import Options
 from oarlock.server.state import OpenRequest, ServerState
 
 DONE = b"data: [DONE]\n\n"
-THREAD_CHARS = 20_000  # more text than this in a batch is tokenised in a thread, so that streams go on
+THREAD_CHARS = 20_000  # more text than this in a batch is tokenised, or read by parsers, in a thread, so that streams go on
 THREAD_ENTRIES = 10_000  # an answer of more logprobs is written in a thread, for the same reason
 encode = msgspec.json.Encoder().encode
 
@@ -60,6 +60,7 @@ class Answer(Response, abc.ABC):
     chunk_name: ClassVar[str]
     id_prefix: ClassVar[str]
     prompt_param: ClassVar[str] = "prompt"
+    reads_text = False  # whether parsers read the answer, which takes time
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class Answer(Response, abc.ABC):
                 self._count_prompt(output)
                 self._count_finished(output, sum(len(choice.token_ids) for choice in output.outputs), _reasons(output, self.request_id))
             positions = sum(len(choice.logprobs or ()) for output in outputs for choice in output.outputs)
-            large = opened.entries + positions > THREAD_ENTRIES
+            large = opened.entries + positions > THREAD_ENTRIES or (self.reads_text and sum(len(c.text) for o in outputs for c in o.outputs) > THREAD_CHARS)
             body = await in_text_thread(functools.partial(self._body, outputs)) if large else self._body(outputs)
         except BaseException as exc:  # noqa: BLE001  whatever it is, the client is told or the exception goes on
             await send_error(send, self._failure(opened, exc))

@@ -43,7 +43,7 @@ async def create_chat_completion(request: Request, state: ServerState) -> Respon
     renames = {"logprobs": "top_logprobs", "max_tokens": length_name}
     answer = ChatAnswer(state, request_id, [prompt], params, options, int(time.time()), headers, renames)
     answer.use_roles(messages, values)
-    answer.reader = reader
+    answer.reader, answer.reads_text = reader, bool(reader.kinds)
     return answer
 
 
@@ -100,7 +100,7 @@ class ChatAnswer(Answer):
 
     def _message(self, choice: CompletionOutput) -> tuple[dict[str, Any], str | None]:
         """(what the message holds beside its role, the finish reason)."""
-        if self.reader is None or not self.reader.kinds:
+        if self.reader is None or not self.reads_text:
             return {"content": self._echo + choice.text}, choice.finish_reason
         reading = self.reader.reading()
         message = whole_message(reading, choice.text, choice.finish_reason or "stop")
@@ -130,7 +130,7 @@ class ChatAnswer(Answer):
 
     def _read(self, choice: CompletionOutput) -> tuple[list[dict[str, Any]], str | None]:
         """(the deltas that this news makes, the finish reason where it is the last)."""
-        if self.reader is None or not self.reader.kinds:
+        if self.reader is None or not self.reads_text:
             return [{"content": choice.text}] if choice.text else [], choice.finish_reason
         reading = self._readings.get(choice.index)
         if reading is None:

@@ -8,6 +8,7 @@ Never: imports argparse or torch; relates two options (`config.resolve` does).
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 
 from oarlock.config.option import Option, Origin, flag
@@ -32,6 +33,8 @@ ELSEWHERE: dict[str, str] = {
     "max-output-length": "the length of an answer belongs to the request: max_tokens; prompt and answer together are limited by {max-model-len}",
     "context-length": "the context length is {max-model-len}",
     "ctx-size": "the context length is {max-model-len}",
+    "tool-parser-plugin": "parsers come from installed packages (docs/plugins.md); name one with {tool-call-parser}",
+    "reasoning-parser-plugin": "parsers come from installed packages (docs/plugins.md); name one with {reasoning-parser}",
     "request-rate": "the rate of requests belongs to the benchmark: oarlock bench serve --request-rate",
     "temperature": "sampling belongs to the request: temperature in the request or in SamplingParams",
 }
@@ -65,7 +68,7 @@ def unknown(name: str, origin: Origin, own: Sequence[str] = (), prog: str = SERV
     if bare in BY_NAME:
         return f"{spelling(bare, origin)} is an option of {SERVE}, not of {prog}"
     if bare in ELSEWHERE and "temperature" not in own:  # a command that takes it takes the request's other fields, too
-        text = ELSEWHERE[bare].replace("{max-model-len}", spelling("max-model-len", origin))
+        text = re.sub(r"\{(.+?)\}", lambda found: spelling(found[1], origin), ELSEWHERE[bare])
         return f"{spelling(bare, origin)}: {text}"
     every = {**BY_NAME, **plugin_options(BY_NAME)}
     known = list(own) or [name for name, option in every.items() if option.offline or origin == "cli"]
