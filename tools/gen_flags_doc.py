@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,7 @@ def render() -> str:
         parts.append(f"\n## {group}\n\n| flag | default | meaning |\n| --- | --- | --- |\n")
         parts += [f"| {_names(option)} | {_default(option)} | {_meaning(option)} |\n" for option in rows]
     parts.append("\n## Names that belong elsewhere\n\nThese are not flags here; each is an error that says:\n\n| name | message |\n| --- | --- |\n")
-    length = spelling("max-model-len", "cli")
-    parts += [f"| `{name}` | {text.replace('{max-model-len}', length)} |\n" for name, text in ELSEWHERE.items()]
+    parts += [f"| `{name}` | {re.sub('{(.+?)}', lambda found: spelling(found[1], 'cli'), text)} |\n" for name, text in ELSEWHERE.items()]
     return "".join(parts)
 
 

@@ -35,7 +35,7 @@ class ToolTokenizer(ToyTokenizer):
 
 
 def serve(text: str, server: ServerConfig = SERVER, **facts: Any) -> Any:
-    return toy_server(says(text), server=server, tokenizer=ToolTokenizer(), max_model_len=4096, **facts)
+    return toy_server(says(text), server=server, tokenizer=ToolTokenizer(), **{"max_model_len": 4096, **facts})
 
 
 async def both(toy: Any, **fields: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -184,6 +184,7 @@ async def test_auto_needs_a_parser() -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get_time"}}}, "tools", "structured_output"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name", "none of the tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get_time", "x": 1}}}, "tool_choice", "must be"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "required"),
         ({"tool_choice": "required"}, "tool_choice", "when tools are given"),
         ({"parallel_tool_calls": True}, "parallel_tool_calls", "when tools are given"),
@@ -237,6 +238,7 @@ async def test_an_answer_with_calls_can_be_sent_back_as_it_is() -> None:
         ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0]"),
         ({"role": "assistant", "content": None}, "messages[0].content"),
         ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": {}}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [HISTORY[1]["tool_calls"][0]] * 200}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}]}, "messages[0].tool_calls[0].function.arguments"),
         ({"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}]}, "messages[0].tool_calls[0].function.arguments"),

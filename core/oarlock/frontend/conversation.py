@@ -65,7 +65,8 @@ def _message(item: Any, path: str, template: ChatTemplate | None, allow_unknown:
         raise InvalidParameter(f"{problem}; it must be one of {', '.join(ROLES)}.", f"{path}.role", "invalid_value")
     known = _ROLE_KEYS.get(role, _KEYS)
     _check_keys(item, path, known, allow_unknown)
-    calls = item.get("tool_calls") if role == "assistant" else None
+    given = item.get("tool_calls") if role == "assistant" else None
+    calls = [] if given is None else _calls(given, f"{path}.tool_calls")
     may_lack_text = role == "assistant" and (calls or any(item.get(key) for key in _REASONING))
     content = None if item.get("content") is None and may_lack_text else _content(item.get("content"), f"{path}.content")
     message: dict[str, Any] = {"role": _role_for(role, template), "content": content}
@@ -79,7 +80,7 @@ def _message(item: Any, path: str, template: ChatTemplate | None, allow_unknown:
     if role == "tool" and "tool_call_id" not in message:
         raise InvalidParameter(f"{path}.tool_call_id is required: which call this answers.", f"{path}.tool_call_id", "missing_field")
     if calls:
-        message["tool_calls"] = _calls(calls, f"{path}.tool_calls")
+        message["tool_calls"] = calls
     _check_template(message, template, path)
     return message
 

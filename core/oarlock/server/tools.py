@@ -106,9 +106,10 @@ def _choice(choice: Any, functions: Mapping[str, Any]) -> tuple[str, str]:
         return "auto", ""
     if choice in ("none", "auto", "required"):
         return choice, ""
-    if type(choice) is not dict or choice.get("type") != "function" or type(choice.get("function")) is not dict:
+    inner = choice.get("function") if type(choice) is dict else None
+    if type(inner) is not dict or choice.get("type") != "function" or len(choice) > 2 or inner.keys() - {"name"}:
         raise wrong("tool_choice", choice, '"none", "auto", "required" or {"type": "function", "function": {"name": …}}')
-    name = choice["function"].get("name")
+    name = inner.get("name")
     if type(name) is not str or name not in functions:
         shown = f"{name[:100]!r} is none of the tools" if type(name) is str else "is required"
         raise bad("tool_choice.function.name", f"tool_choice.function.name {shown}; name one of them.", "invalid_value")
