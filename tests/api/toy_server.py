@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 from oarlock.async_llm import AsyncLLM
-from oarlock.config.sections import EngineConfig, ModelConfig, ServerConfig
+from oarlock.config.sections import DeviceConfig, EngineConfig, ModelConfig, ServerConfig
 from oarlock.frontend.chat import ChatTemplate
 from oarlock.frontend.inputs import InputLimits, InputProcessor
 from oarlock.messages import EngineOutput, EngineOutputs
@@ -87,10 +87,11 @@ async def toy_server(
     step_s: float = 0.0,
     tokenizer: ToyTokenizer | None = None,
     summary: Any = SUMMARY,
+    options: dict[str, Any] | None = None,
     routes: tuple[Callable[[Any], None], ...] = (),
     **facts: Any,
 ) -> AsyncIterator[Toy]:
-    engine = engine or EngineConfig(ModelConfig(MODEL))
+    engine = engine or EngineConfig(ModelConfig(MODEL), device=DeviceConfig(options=options or {}))
     server = server or ServerConfig()
     tokenizer = tokenizer or ToyTokenizer()
     client = PumpedClient(script or says("hello"), step_s, engine_info=info(**facts))

@@ -120,6 +120,8 @@ class RouteServer(Protocol):
     def allow_unknown_fields(self) -> bool: ...
     @property
     def options(self) -> Mapping[str, Any]: ...  # of every plugin: `OptionSpec`
+    @property
+    def post_paths(self) -> frozenset[str]: ...  # of every POST route, for `call` and `stream`
     def add(self, route: Route) -> None: ...
     async def call(self, path: str, body: Mapping[str, Any], request_id: str) -> Any: ...  # what POST path answers; raises RouteError
     def stream(self, path: str, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Any, None]: ...  # its events' JSON values, without [DONE]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from oarlock.server.kinds import Kind
 from oarlock.server.schema import Refused, Table
 from oarlock.server.state import OpenRequest, ServerState
 
+log = logging.getLogger("oarlock.server")
 Inner = Callable[[Request], Awaitable[Response]]
 KINDS: dict[str, Kind] = {
     "boolean": kinds.boolean,
@@ -80,6 +82,10 @@ class PluginServer:
     def options(self) -> Mapping[str, Any]:
         return self._state.engine.device.options
 
+    @property
+    def post_paths(self) -> frozenset[str]:
+        return frozenset(self._routes)
+
     def add(self, route: Route) -> None:
         """Raises PluginError for a path that is taken: a plugin cannot replace core's routes or another's."""
         if route.method == "POST" and route.path in self._routes:
@@ -131,7 +137,12 @@ class PluginServer:
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the background work of a plugin's route failed", exc_info=error)
 
     async def _messages(self, path: str, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Any, None]:
         """The ASGI messages of another route's answer. Its work ends when this generator is closed. Raises RouteError."""
