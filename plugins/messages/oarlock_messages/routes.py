@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens, over the server's own chat route.
 
 Owns: the fields of both routes, and how an answer, its events and an error look.
-Reads: `oarlock.backend_api`, `conversation`.
+Reads: `oarlock.backend_api`, `blocks`, `conversation`, `tools`.
 Never: samples, templates or counts itself: the chat route does, with its limits and metrics.
 """
 
@@ -13,7 +13,9 @@ from typing import Any
 
 from oarlock.backend_api import EventReply, JsonReply, Route, RouteCall, RouteError, RouteFields, RouteServer
 
+from oarlock_messages.blocks import Blocks, Event, event
 from oarlock_messages.conversation import bad, chat_messages, check_cache_control, show
+from oarlock_messages.tools import chat_tools, renamed
 
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
 MAX_TEMPERATURE = 1.0  # as documented for this API; the chat route takes more
@@ -21,8 +23,6 @@ SERVICE_TIERS = ("auto", "standard_only")
 
 _OFF = {"type": "disabled"}
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "tools": ("tools are not served on this route; leave the field out.", ([],)),
-    "tool_choice": ("tools are not served on this route; leave tool_choice out.", ({"type": "none"},)),
     "thinking": ("thinking is not served; leave the field out, or send {\"type\": \"disabled\"}.", (_OFF,)),
     "output_config": ("output_config (formats and effort) is not served; leave the field out.", ({},)),
     "output_format": ("output formats are not served on this route; leave the field out.", ()),
@@ -38,14 +38,14 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 CREATE = RouteFields(
     {
         "model": "string", "messages": "any", "max_tokens": "integer", "system": "any", "stop_sequences": "strings", "temperature": "number",
-        "top_p": "number", "top_k": "integer", "stream": "boolean", "metadata": "object", "service_tier": "string", "cache_control": "any",
+        "top_p": "number", "top_k": "integer", "stream": "boolean", "tools": "any", "tool_choice": "any", "metadata": "object", "service_tier": "string", "cache_control": "any",
     },
     required=("model", "messages", "max_tokens"),
     refused=REFUSED,
 )  # fmt: skip
-COUNT = RouteFields({"model": "string", "messages": "any", "system": "any", "cache_control": "any"}, required=("model", "messages"), refused=REFUSED)
+_COUNTED = ("model", "messages", "system", "tools", "tool_choice", "cache_control")
+COUNT = RouteFields({name: CREATE.fields[name] for name in _COUNTED}, required=("model", "messages"), refused=REFUSED)
 
-RENAMES = {"stop": "stop_sequences"}
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
@@ -70,20 +70,41 @@ class _Messages:
     async def create(self, call: RouteCall) -> JsonReply | EventReply:
         body = self._prompt(call.values) | _sampling(call.values)
         headers = {"request-id": call.request_id}
+        blocks = Blocks()
         if call.values.get("stream", False):
-            return EventReply(self._events(body, call.request_id), headers)
+            return EventReply(self._events(body, call.request_id, blocks), headers)
+        if "tools" in body:  # calls and texts may alternate, and a whole chat answer does not say in which order
+            message = await self._folded(body, call.request_id, blocks)
+        else:
+            message = await self._whole(body, call.request_id, blocks)
+        return JsonReply(message, headers=headers)
+
+    async def _whole(self, body: dict[str, Any], request_id: str, blocks: Blocks) -> dict[str, Any]:
         try:
-            answer = await self._server.call(CHAT, body, call.request_id)
+            answer = await self._server.call(CHAT, body, request_id)
         except RouteError as error:
-            raise error.renamed(RENAMES) from None
+            raise renamed(error) from None
         choice = answer["choices"][0]
-        text = choice["message"]["content"]
-        message = self._message(call.request_id, answer["usage"])
-        message["content"] = [_block(text)] if text else []
-        return JsonReply({**message, **_stop(choice)}, headers=headers)
+        blocks.take({"reasoning_content": choice["message"].get("reasoning_content")})
+        blocks.take({"content": choice["message"]["content"]})
+        return {**self._message(request_id, answer["usage"]), "content": blocks.whole, **_stop(choice)}
+
+    async def _folded(self, body: dict[str, Any], request_id: str, blocks: Blocks) -> dict[str, Any]:
+        """The sum of the events."""
+        message: dict[str, Any] = {}
+        async with contextlib.aclosing(self._events(body, request_id, blocks)) as events:
+            async for name, fields in events:
+                if name == "message_start":
+                    message = fields["message"]
+                elif name == "message_delta":
+                    message |= {"content": blocks.whole, **fields["delta"], "usage": fields["usage"]}
+        return message
 
     async def count_tokens(self, call: RouteCall) -> JsonReply:
-        answer = await self._server.call(TOKENIZE, self._prompt(call.values), call.request_id)
+        try:
+            answer = await self._server.call(TOKENIZE, self._prompt(call.values), call.request_id)
+        except RouteError as error:
+            raise renamed(error) from None
         return JsonReply({"input_tokens": answer["count"]}, headers={"request-id": call.request_id})
 
     def _prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +112,8 @@ class _Messages:
         check_cache_control(values.get("cache_control"), "cache_control")
         messages = chat_messages(values.get("system"), values["messages"], allow_unknown=self._server.allow_unknown_fields)
         body: dict[str, Any] = {"model": values["model"], "messages": messages}
-        if messages[-1]["role"] == "assistant":
+        body |= chat_tools(values, allow_unknown=self._server.allow_unknown_fields)
+        if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         return body
 
@@ -103,8 +125,8 @@ class _Messages:
             "stop_reason": None, "stop_sequence": None, "usage": counts,
         }  # fmt: skip
 
-    async def _events(self, body: dict[str, Any], request_id: str) -> AsyncGenerator[tuple[str, Any], None]:
-        started = opened = False
+    async def _events(self, body: dict[str, Any], request_id: str, blocks: Blocks) -> AsyncGenerator[Event, None]:
+        started = False
         stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         usage: dict[str, Any] = {}
         options = {"include_usage": True, "continuous_usage_stats": True}
@@ -114,37 +136,27 @@ class _Messages:
                     usage = chunk["usage"]
                     if not started:
                         started = True
-                        yield _event("message_start", message=self._message(request_id, {**usage, "completion_tokens": 0}))
-                        yield _event("ping")
+                        yield event("message_start", message=self._message(request_id, {**usage, "completion_tokens": 0}))
+                        yield event("ping")
                     for choice in chunk["choices"]:
-                        text = choice["delta"].get("content")
-                        if text:
-                            if not opened:
-                                opened = True
-                                yield _event("content_block_start", index=0, content_block=_block(""))
-                            yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+                        for made in blocks.take(choice["delta"]):
+                            yield made
                         if choice["finish_reason"] is not None:
                             stop = _stop(choice)
             except RouteError as error:
-                raise error.renamed(RENAMES) from None
-        if opened:
-            yield _event("content_block_stop", index=0)
-        yield _event("message_delta", delta=stop, usage={"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]})
-        yield _event("message_stop")
-
-
-def _event(name: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-    return name, {"type": name, **fields}
-
-
-def _block(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text, "citations": None}
+                raise renamed(error) from None
+        for made in blocks.close():
+            yield made
+        yield event("message_delta", delta=stop, usage={"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]})
+        yield event("message_stop")
 
 
 def _stop(choice: Mapping[str, Any]) -> dict[str, Any]:
     """Why it ended: a stop sequence shows itself, the end of the turn does not."""
     if choice["finish_reason"] == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if choice["finish_reason"] == "tool_calls":
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     if type(choice["stop_reason"]) is str:
         return {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
     return {"stop_reason": "end_turn", "stop_sequence": None}

@@ -1,6 +1,6 @@
 """How a response and its events look, as it comes to be.
 
-Owns: the response object, its one message, the sequence of events.
+Owns: the response object, its message and the reasoning before it, the sequence of events.
 Reads: `oarlock.backend_api` (an error's fields), chunks and answers of the chat route.
 Never: waits for anything.
 """
@@ -22,8 +22,10 @@ class Draft:
 
     def __init__(self, values: Mapping[str, Any], model: str, *, stored: bool) -> None:
         self.stored = stored
-        self._message_id = f"msg_{uuid.uuid4().hex}"
+        self._message_id, self._reasoning_id = f"msg_{uuid.uuid4().hex}", f"rs_{uuid.uuid4().hex}"
         self._pieces: list[str] = []
+        self._reasoning: list[str] = []  # what a server that tells it apart puts before the answer
+        self._is_message_open = self._is_reasoning_open = False
         self._logprobs: list[Any] = []
         self._length = False
         self._number = -1
@@ -45,7 +47,8 @@ class Draft:
     # ---------------------------------------------------------------- from the chat route
     def take_whole(self, answer: Mapping[str, Any]) -> None:
         choice = answer["choices"][0]
-        self._add(choice["message"]["content"], (choice["logprobs"] or {}).get("content"))
+        self._reasoning.append(choice["message"].get("reasoning_content") or "")
+        self._add(choice["message"]["content"] or "", (choice["logprobs"] or {}).get("content"))
         self._length = choice["finish_reason"] == "length"
         self._count(answer["usage"])
         self.closing()
@@ -53,11 +56,14 @@ class Draft:
 
     def take(self, chunk: Mapping[str, Any]) -> list[Event]:
         """The events of one chunk."""
-        events = []
+        events: list[Event] = []
         for choice in chunk["choices"]:
+            if reasoning := choice["delta"].get("reasoning_content"):
+                events += self._reason(reasoning)
             text, logprobs = choice["delta"].get("content") or "", (choice["logprobs"] or {}).get("content") or []
             self._add(text, logprobs)
             if text or logprobs:
+                events += self._open_message()
                 events.append(self._event("response.output_text.delta", **self._at(), delta=text, logprobs=logprobs))
             if choice["finish_reason"] is not None:
                 self._length = choice["finish_reason"] == "length"
@@ -80,11 +86,39 @@ class Draft:
 
     # ---------------------------------------------------------------- events
     def opening(self) -> list[Event]:
+        return [self._event("response.created", response=dict(self.response)), self._event("response.in_progress", response=dict(self.response))]
+
+    def _reason(self, text: str) -> list[Event]:
+        at = {"item_id": self._reasoning_id, "output_index": 0, "content_index": 0}
+        first = not self._reasoning
+        self._reasoning.append(text)
+        self._is_reasoning_open = True
+        item = {"id": self._reasoning_id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+        opening = [self._event("response.output_item.added", output_index=0, item=item)] if first else []
+        return [*opening, self._event("response.reasoning_text.delta", **at, delta=text)]
+
+    def _end_reasoning(self) -> list[Event]:
+        if not self._is_reasoning_open:
+            return []
+        self._is_reasoning_open = False
+        at = {"item_id": self._reasoning_id, "output_index": 0, "content_index": 0}
+        return [
+            self._event("response.reasoning_text.done", **at, text="".join(self._reasoning)),
+            self._event("response.output_item.done", output_index=0, item=self._reasoning_item()),
+        ]
+
+    def _reasoning_item(self) -> dict[str, Any]:
+        content = [{"type": "reasoning_text", "text": "".join(self._reasoning)}]
+        return {"id": self._reasoning_id, "type": "reasoning", "status": "completed", "summary": [], "content": content}
+
+    def _open_message(self) -> list[Event]:
+        if self._is_message_open:
+            return []
+        self._is_message_open = True
         item = {"id": self._message_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
         return [
-            self._event("response.created", response=dict(self.response)),
-            self._event("response.in_progress", response=dict(self.response)),
-            self._event("response.output_item.added", output_index=0, item=item),
+            *self._end_reasoning(),
+            self._event("response.output_item.added", output_index=self._at()["output_index"], item=item),
             self._event("response.content_part.added", **self._at(), part=self._part("", [])),
         ]
 
@@ -94,11 +128,12 @@ class Draft:
         part = self._part(text, self._logprobs)
         status = "incomplete" if self._length else "completed"
         item = {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": [part]}
-        self.response["output"] = [item]
+        self.response["output"] = [*([self._reasoning_item()] if any(self._reasoning) else []), item]
         return [
+            *self._open_message(),
             self._event("response.output_text.done", **self._at(), text=text, logprobs=self._logprobs),
             self._event("response.content_part.done", **self._at(), part=part),
-            self._event("response.output_item.done", output_index=0, item=item),
+            self._event("response.output_item.done", output_index=self._at()["output_index"], item=item),
         ]
 
     def ended(self) -> Event:
@@ -117,7 +152,7 @@ class Draft:
         self.response["status"] = "cancelled"
 
     def _at(self) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        return {"item_id": self._message_id, "output_index": int(any(self._reasoning)), "content_index": 0}
 
     def _event(self, name: str, **fields: Any) -> Event:
         self._number += 1

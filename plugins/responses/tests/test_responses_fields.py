@@ -11,6 +11,7 @@ import openai
 import pytest
 from oarlock_responses import routes
 from oarlock_responses.fields import CREATE, LOGPROBS, REFUSED
+from oarlock_responses.shape import Draft
 from oarlock_responses.store import Store
 from toy_frontend import says
 from toy_server import MODEL, Toy, refused, strict, toy_server
@@ -345,3 +346,24 @@ async def test_the_client_s_stream_helper_has_the_whole_response_at_the_end() ->
         assert (final.status, final.usage) == (whole.status, whole.usage) and (await client.responses.retrieve(final.id)).output_text == "hello"
         chunks = [chunk.type async for chunk in await client.responses.create(model=MODEL, input="hi", stream=True)]
         assert chunks[-1] == "response.completed"
+
+
+async def test_reasoning_that_the_server_tells_apart_is_an_item_before_the_message() -> None:
+    usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 0}}
+    message = {"content": "Yes.", "reasoning_content": "Hm."}
+    whole, streamed = (Draft({}, "m", stored=False) for _ in range(2))
+    whole.take_whole({"choices": [{"message": message, "logprobs": None, "finish_reason": "stop"}], "usage": usage})
+    deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "H"}, {"reasoning_content": "m."}, {"content": "Yes"}, {"content": "."}]
+    events = streamed.opening()
+    for delta in deltas:
+        events += streamed.take({"choices": [{"delta": delta, "logprobs": None, "finish_reason": None}]})
+    streamed.take({"choices": [{"delta": {}, "logprobs": None, "finish_reason": "stop"}], "usage": usage})
+    events += [*streamed.closing(), streamed.ended()]
+    assert [event["type"].removeprefix("response.") for _, event in events] == [
+        "created", "in_progress", "output_item.added", "reasoning_text.delta", "reasoning_text.delta", "reasoning_text.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.delta", "output_text.done", "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    assert [event["output_index"] for _, event in events if "output_index" in event] == [0] * 5 + [1] * 7
+    assert same(whole.response) == same(streamed.response)
+    assert [item["type"] for item in whole.response["output"]] == ["reasoning", "message"]
+    assert whole.response["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}] and whole.message == {"role": "assistant", "content": "Yes."}
