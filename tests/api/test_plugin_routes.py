@@ -11,6 +11,7 @@ import pytest
 from oarlock.backend_api import BytesReply, EventReply, JsonReply, Route, RouteCall, RouteError, RouteFields, RouteServer
 from oarlock.config.sections import ServerConfig
 from oarlock.errors import PluginError
+from oarlock.server.state import Phase
 from toy_frontend import says
 from toy_server import MODEL, events, refused, strict, toy_server
 
@@ -85,7 +86,7 @@ async def test_limits_keys_and_unknown_fields_are_the_servers() -> None:
         refused(await toy.http.post("/toy/echo", json={"prompt": "x"}), None, 401)
         refused(await toy.http.post("/toy/echo", json={"prompt": "x"}, headers={"X-API-Key": "wrong"}), None, 401)
         assert (await toy.http.get("/toy/things/x")).json()["odd"][0] == 401
-        toy.http.headers["X-API-Key"] = "secret"
+        toy.http.headers["Authorization"] = "Bearer secret"
         response = await toy.http.post("/toy/echo", json={"prompt": "x", "other": 1})
         assert response.status_code == 201 and response.headers["x-oarlock-ignored-fields"] == "other"
         refused(await toy.http.post("/toy/echo", json={"prompt": "x" * 300}), None, 413)
@@ -94,12 +95,27 @@ async def test_limits_keys_and_unknown_fields_are_the_servers() -> None:
         assert toy.state.bodies.used == 0
 
 
-async def test_an_empty_key_is_no_key() -> None:
-    async with toy_server(server=ServerConfig(api_keys=("secret",))) as toy:
-        for headers in ({"X-API-Key": ""}, {"Authorization": "Bearer "}, {"Authorization": "Basic secret"}, {"Authorization": "secret"}):
-            refused(await toy.http.get("/v1/models", headers=headers), None, 401)
-        for headers in ({"X-API-Key": "secret"}, {"Authorization": "Bearer secret"}, {"Authorization": "Bearer no", "X-API-Key": "secret"}):
-            assert (await toy.http.get("/v1/models", headers=headers)).status_code == 200
+async def test_x_api_key_is_a_key_where_a_route_says_so() -> None:
+    async def route(call: RouteCall) -> JsonReply:
+        return JsonReply({})
+
+    def add(server: RouteServer) -> None:
+        server.add(Route("GET", "/toy/keyed", route, takes_x_api_key=True))
+        server.add(Route("GET", "/toy/plain", route))
+
+    async with toy_server(server=ServerConfig(api_keys=("secret",)), routes=(add,)) as toy:
+        bearer = {"Authorization": "Bearer secret"}
+        for headers in ({"X-API-Key": ""}, {"X-API-Key": "no"}, {"Authorization": "Bearer "}, {"Authorization": "Basic secret"}, {"Authorization": "secret"}):
+            refused(await toy.http.get("/toy/keyed", headers=headers), None, 401)
+        for headers in ({"X-API-Key": "secret"}, bearer, {"Authorization": "Bearer no", "X-API-Key": "secret"}):
+            assert (await toy.http.get("/toy/keyed", headers=headers)).status_code == 200
+        for path in ("/toy/plain", "/v1/models", "/toy/keyedly", "/metrics"):
+            refused(await toy.http.get(path, headers={"X-API-Key": "secret"}), None, 401)
+            assert (await toy.http.get(path, headers=bearer)).status_code == (404 if path.endswith("ly") else 200)
+        toy.state.phase = Phase.LOADING
+        refused(await toy.http.get("/toy/plain", headers={"X-API-Key": "secret"}), None, 503)
+        for path, headers in (("/toy/plain", {"X-API-Key": "no"}), ("/metrics", {"X-API-Key": "secret"})):
+            refused(await toy.http.get(path, headers=headers), None, 401)
 
 
 async def test_errors_below_a_path_have_its_form() -> None:

@@ -100,6 +100,7 @@ class Route:
     endpoint: Callable[[RouteCall], Awaitable[JsonReply | BytesReply | EventReply]]
     fields: RouteFields | None = None  # POST: of the JSON body; None: there is none
     takes_bytes: bool = False  # POST: the body is taken as it comes, up to --max-body-bytes
+    takes_x_api_key: bool = False  # the key may come in the header X-API-Key, too; for all routes below the path
     generates: bool = False  # what it refuses counts as a refused request
     # (status, error) -> body, where it is not {"error": error}; `error` has message, type, param, code and request_id. For all routes below the path
     error_body: Callable[[int, dict[str, Any]], Any] | None = None

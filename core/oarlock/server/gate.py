@@ -67,7 +67,7 @@ class Keys:
         return bool(self._digests)
 
     def accept(self, authorization: bytes | None, api_key: bytes | None = None) -> bool:
-        """`authorization`: Bearer KEY; `api_key`: the header X-API-Key, which Anthropic's clients send. One of them must be right."""
+        """`authorization`: Bearer KEY; `api_key`: the header X-API-Key, where it is taken. One of them must be right."""
         scheme, _, token = (authorization or b"").partition(b" ")
         found = False
         for sent in (token if scheme.lower() == b"bearer" else b"", api_key or b""):
@@ -118,9 +118,10 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         path = route_path(scope)
-        if self._keys and path not in OPEN_PATHS and not self._keys.accept(header(scope, b"authorization"), header(scope, b"x-api-key")):
+        also = self._state.takes_x_api_key(path)
+        if self._keys and path not in OPEN_PATHS and not self._keys.accept(header(scope, b"authorization"), header(scope, b"x-api-key") if also else None):
             return ApiError(
-                401, "The API key is missing or wrong; send it as Authorization: Bearer KEY, or as X-API-Key: KEY.", code="invalid_api_key",
+                401, "The API key is missing or wrong; send it as Authorization: Bearer KEY.", code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
         if path in ANY_PHASE:

@@ -91,8 +91,11 @@ class PluginServer:
         if route.method == "POST" and route.path in self._routes:
             raise PluginError(f"there is a route POST {route.path} already")
         table = None if route.fields is None else make_table(route.path, route.fields)
+        start = route.path.partition("/{")[0]
         if route.error_body is not None:
-            self._state.error_bodies[route.path.partition("/{")[0]] = route.error_body
+            self._state.error_bodies[start] = route.error_body
+        if route.takes_x_api_key:
+            self._state.x_api_key_paths.add(start)
 
         async def endpoint(request: Request, state: ServerState) -> Response:
             try:

@@ -52,7 +52,7 @@ ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_f
 def add(server: RouteServer) -> None:
     """Both routes."""
     messages = _Messages(server)
-    server.add(Route("POST", "/v1/messages", messages.create, CREATE, generates=True, error_body=error_body))
+    server.add(Route("POST", "/v1/messages", messages.create, CREATE, takes_x_api_key=True, generates=True, error_body=error_body))
     server.add(Route("POST", "/v1/messages/count_tokens", messages.count_tokens, COUNT))
 
 
