@@ -112,8 +112,8 @@ async def test_a_field_of_another_route_or_server_says_what_stands_for_it_here(p
         ("/model", "Did you mean GET /v1/models?"),
         ("/v1/embeddings", "this version has no embeddings"),
         ("/v1/audio/speech", "this version has no audio"),
-        ("/v1/responses", "this version has no Responses API."),
-        ("/v1/messages", "this version has no Messages API."),
+        ("/v1/responses", "the plugin oarlock-responses serves it"),
+        ("/v1/messages", "the plugin oarlock-messages serves it"),
         ("/docs", "this version has no documentation page (/openapi.json"),
     ],
 )

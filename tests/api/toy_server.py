@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 import httpx
 from oarlock.async_llm import AsyncLLM
-from oarlock.config.sections import EngineConfig, ModelConfig, ServerConfig
+from oarlock.config.sections import DeviceConfig, EngineConfig, ModelConfig, ServerConfig
 from oarlock.frontend.chat import ChatTemplate
 from oarlock.frontend.inputs import InputLimits, InputProcessor
 from oarlock.messages import EngineOutput, EngineOutputs
+from oarlock.server.errors import unavailable
 from oarlock.server.parsing import load_parsers
-from oarlock.server.routes import make_app
+from oarlock.server.routes import make_app, plugin_server
 from oarlock.server.state import ServerState
 from toy_frontend import SUMMARY, Script, ScriptedClient, ToyTokenizer, info, position, says
 
@@ -67,6 +68,10 @@ class Toy:
     def __init__(self, state: ServerState, engine: PumpedClient, http: httpx.AsyncClient, app: Any) -> None:
         self.state, self.engine, self.http, self.app = state, engine, http, app
 
+    def shut_down(self) -> None:
+        """End every open request, as at the end of a drain."""
+        self.state.end_all(unavailable("The server is shutting down; the request was ended.", "shutting_down"))
+
     async def completion(self, **fields: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", **fields})
 
@@ -83,9 +88,11 @@ async def toy_server(
     step_s: float = 0.0,
     tokenizer: ToyTokenizer | None = None,
     summary: Any = SUMMARY,
+    options: dict[str, Any] | None = None,
+    routes: tuple[Callable[[Any], None], ...] = (),
     **facts: Any,
 ) -> AsyncIterator[Toy]:
-    engine = engine or EngineConfig(ModelConfig(MODEL))
+    engine = engine or EngineConfig(ModelConfig(MODEL), device=DeviceConfig(options=options or {}))
     server = server or ServerConfig()
     tokenizer = tokenizer or ToyTokenizer()
     client = PumpedClient(script or says("hello"), step_s, engine_info=info(**facts))
@@ -93,6 +100,8 @@ async def toy_server(
     app = make_app(state)
     processor = InputProcessor(client.info, tokenizer, summary, InputLimits.make(engine.model, server))
     llm = AsyncLLM(client, processor, tokenizer)
+    for add in routes:  # of plugins
+        add(plugin_server(app))
     receive = client.on_outputs
 
     def on_outputs(outputs: EngineOutputs) -> None:

@@ -79,10 +79,11 @@ def problem(words: list[str]) -> str | None:
 
 def oarlock_problem(rest: list[str]) -> str | None:
     from oarlock.cli.main import available
+    from oarlock.extensions import parts
 
     if not rest or rest[0].startswith("-"):
         return None
-    if rest[0] not in available():
+    if rest[0] not in (*available(), *(part.name for _, part in parts("command"))):
         return f"no command oarlock {rest[0]}"
     with_sub = (rest[0], rest[1]) if rest[0] == "bench" and len(rest) > 1 and not rest[1].startswith("-") else (rest[0],)
     text = help_of(*with_sub)

@@ -7,6 +7,7 @@ Never: imports torch.
 
 from oarlock.backend_api.capabilities import Capabilities, Claims
 from oarlock.backend_api.hookspecs import API_VERSION, PROJECT, Hooks, hookimpl, hookspec
+from oarlock.backend_api.routes import BytesReply, EventReply, JsonReply, Route, RouteCall, RouteError, RouteFields, RouteServer
 from oarlock.backend_api.specs import (
     AttentionSpec,
     CommunicatorSpec,
@@ -29,15 +30,18 @@ __all__ = [
     "API_VERSION",
     "PROJECT",
     "AttentionSpec",
+    "BytesReply",
     "Capabilities",
     "Claims",
     "CommunicatorSpec",
     "ConfigChange",
     "ConformanceProfile",
     "DeviceSpec",
+    "EventReply",
     "Extension",
     "GraphRunnerSpec",
     "Hooks",
+    "JsonReply",
     "OpImpl",
     "OptionSpec",
     "ParserContext",
@@ -45,6 +49,11 @@ __all__ = [
     "ProbeResult",
     "Problem",
     "QuantizationMethod",
+    "Route",
+    "RouteCall",
+    "RouteError",
+    "RouteFields",
+    "RouteServer",
     "Support",
     "TextParser",
     "always",

@@ -107,7 +107,7 @@ class Answer(Response, abc.ABC):
             return
         try:
             work = self._stream(opened, send) if self.options.stream else self._whole(opened, send)
-            await _supervise(opened, work, receive)
+            await supervise(opened, work, receive)
         finally:
             self.state.leave(opened, count)
 
@@ -325,7 +325,7 @@ def _reasons(output: RequestOutput, request_id: str) -> set[str]:
     return reasons
 
 
-async def _supervise(opened: OpenRequest, work: Any, receive: Receive) -> None:
+async def supervise(opened: OpenRequest, work: Any, receive: Receive) -> None:
     """Run `work` to its end, or until the client hangs up; then it is cancelled, which frees its blocks in the engine."""
     task = opened.task = asyncio.create_task(work)
     watcher = asyncio.create_task(_hangup(receive))

@@ -100,8 +100,8 @@ class _Life:
                 return 128 + self.signal
             booted = boot.result()  # raises why the engine did not start
             assert self.launch is not None
-            add_plugin_routes(app, self.launch.selection.spec.name)
             state.engine = self.launch.config
+            add_plugin_routes(app, self.launch.selection.spec.name)
             state.ready(*booted)
             self._watch_engine(state)
             self._say_ready(state)

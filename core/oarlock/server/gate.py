@@ -53,8 +53,8 @@ async def send_json(send: Send, status: int, body: bytes, extra: Iterable[tuple[
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    await send_json(send, error.status, error.body(), error.headers.items())
+async def send_error(send: Send, error: ApiError, body: bytes | None = None) -> None:
+    await send_json(send, error.status, error.body() if body is None else body, error.headers.items())
 
 
 class Keys:
@@ -66,13 +66,15 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def accept(self, authorization: bytes | None) -> bool:
+    def accept(self, authorization: bytes | None, api_key: bytes | None = None) -> bool:
+        """`authorization`: Bearer KEY; `api_key`: the header X-API-Key, where it is taken. One of them must be right."""
         scheme, _, token = (authorization or b"").partition(b" ")
-        digest = hashlib.sha256(token.strip()).digest()
         found = False
-        for known in self._digests:
-            found |= hmac.compare_digest(digest, known)
-        return found and scheme.lower() == b"bearer"
+        for sent in (token if scheme.lower() == b"bearer" else b"", api_key or b""):
+            digest = hashlib.sha256(sent.strip()).digest()
+            for known in self._digests:
+                found |= bool(sent) and hmac.compare_digest(digest, known)
+        return found
 
 
 class Gate:
@@ -112,11 +114,12 @@ class Gate:
                 error = from_exception(exc, request_id)
                 if started:
                     raise  # half a response is out; the server closes the connection
-        await send_error(send_with_id, error)
+        await send_error(send_with_id, error, self._state.error_body(route_path(scope), error, request_id))
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         path = route_path(scope)
-        if self._keys and path not in OPEN_PATHS and not self._keys.accept(header(scope, b"authorization")):
+        also = self._state.takes_x_api_key(path)
+        if self._keys and path not in OPEN_PATHS and not self._keys.accept(header(scope, b"authorization"), header(scope, b"x-api-key") if also else None):
             return ApiError(
                 401, "The API key is missing or wrong; send it as Authorization: Bearer KEY.", code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},

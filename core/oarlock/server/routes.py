@@ -34,6 +34,7 @@ from oarlock.server.conversation import render, template_for
 from oarlock.server.errors import ApiError, bad, model_not_found
 from oarlock.server.gate import Gate, route_path
 from oarlock.server.kinds import token_ids, wrong
+from oarlock.server.plugin_routes import PluginServer
 from oarlock.server.schema import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Table, json_schema
 from oarlock.server.state import ServerState
 from oarlock.server.tools import read_tools
@@ -51,7 +52,7 @@ def reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -
 def make_app(state: ServerState) -> FastAPI:
     """The ASGI application. Raises ConfigError for a middleware that cannot be imported."""
     app = FastAPI(title="Oarlock", version=oarlock.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.oarlock = state
+    app.state.oarlock, app.state.posts = state, {}
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
     _add(app, state, "POST", "/v1/completions", create_completion, COMPLETIONS)
     _add(app, state, "POST", "/v1/chat/completions", create_chat_completion, CHAT)
@@ -71,13 +72,20 @@ def make_app(state: ServerState) -> FastAPI:
     return app
 
 
+def plugin_server(app: FastAPI) -> PluginServer:
+    """The server as plugins' routes see it."""
+    state: ServerState = app.state.oarlock
+    return PluginServer(state, app.state.posts, functools.partial(_add, app, state))
+
+
 def add_plugin_routes(app: FastAPI, device: str) -> None:
     """Let plugins add theirs, once the device is known. Raises PluginError for one that cannot."""
-    for plugin, part in extensions.parts("route", device):
+    server = plugin_server(app)
+    for plugin, part in (*extensions.parts("route", device), *extensions.parts("routes", device)):
         try:
-            extensions.load(part)(app)
+            extensions.load(part)(server if part.kind == "routes" else app)
         except Exception as error:
-            raise PluginError(f"route {part.name} of {plugin.distribution} could not be added: {type(error).__name__}: {error}") from error
+            raise PluginError(f"{part.kind} {part.name} of {plugin.distribution} could not be added: {type(error).__name__}: {error}") from error
 
 
 def _add(app: FastAPI, state: ServerState, method: str, path: str, endpoint: Endpoint, table: Table | None = None) -> None:
@@ -89,6 +97,8 @@ def _add(app: FastAPI, state: ServerState, method: str, path: str, endpoint: End
                 state.metrics.outcome("refused")
             raise
 
+    if method == "POST":
+        app.state.posts[path] = route
     extra = None
     if table is not None:
         extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": json_schema(table)}}}}
@@ -130,7 +140,8 @@ async def _http_error(request: Request, exc: HTTPException) -> Response:
         error = wrong_method(routes, route_path(request.scope), request.method, dict(exc.headers or {}))
     else:
         error = ApiError(exc.status_code, str(exc.detail), headers=dict(exc.headers or {}))
-    return reply(error.payload(), error.status, dict(error.headers))
+    body = request.app.state.oarlock.error_body(route_path(request.scope), error, request.state.request_id)
+    return Response(body, error.status, dict(error.headers), "application/json")
 
 
 # ---------------------------------------------------------------- models

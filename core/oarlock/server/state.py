@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from oarlock.config.sections import EngineConfig, ServerConfig
 from oarlock.frontend.inputs import default_sampling_fields
@@ -94,6 +97,8 @@ class ServerState:
         self.num_entries = 0  # prompt logprobs that open requests' answers hold
         self.bodies = BodyMemory(MAX_BODIES * server.max_body_bytes)
         self.heard_s = 0.0  # time.monotonic() of the engine's last message, or of the first prompt after a pause
+        self.error_bodies: dict[str, Callable[[int, dict[str, Any]], Any]] = {}  # beginning of a path -> its errors' form, where it has one
+        self.x_api_key_paths: set[str] = set()  # beginnings of paths whose clients may send the key as X-API-Key
         # Set by `ready`:
         self.llm: Any = None
         self.tokenizer: Any = None
@@ -175,6 +180,19 @@ class ServerState:
             raise queue_full(f"{text}; try again.", retry_after_s=1)
         opened.entries = entries
         self.num_entries += entries
+
+    def error_body(self, path: str, error: ApiError, request_id: str) -> bytes:
+        """The error as clients of this path expect it."""
+        for start, form in self.error_bodies.items():
+            if path == start or path.startswith(start + "/"):
+                return msgspec.json.encode(form(error.status, {**error.payload()["error"], "request_id": request_id}))
+        return error.body()
+
+    def takes_x_api_key(self, path: str) -> bool:
+        """Plugins say so; before their routes are there, all paths that answer 503 anyway, so that a client that retries is not told of its key."""
+        if self.phase is Phase.LOADING:
+            return path != "/metrics"
+        return any(path == start or path.startswith(start + "/") for start in self.x_api_key_paths)
 
     def end_all(self, error: ApiError) -> None:
         """Stop every open request; each client is sent `error`."""

@@ -1,6 +1,6 @@
 """The words for a path that no route has, and for a method that its route does not take.
 
-Owns: which route is nearest, and the names of other servers' routes that this version does not have.
+Owns: which route is nearest, and the names of other servers' routes that this version does not have, or that a plugin brings.
 Reads: the application's routes, `server.errors`.
 Never: redirects.
 """
@@ -17,13 +17,9 @@ from oarlock.server.errors import ApiError
 # Beginning of a path -> what it asks for. None of them is in this version.
 ABSENT = {
     "/v1/embeddings": "embeddings",
-    "/v1/responses": "Responses API",
     "/v1/audio": "audio",
     "/v1/images": "images",
     "/v1/moderations": "moderation",
-    "/v1/files": "files",
-    "/v1/batches": "batches",
-    "/v1/messages": "Messages API",
     "/v1/rerank": "reranking",
     "/rerank": "reranking",
     "/score": "scoring",
@@ -36,6 +32,8 @@ ABSENT = {
     "/wake_up": "sleeping",
     "/docs": "documentation page (/openapi.json describes the routes)",
 }
+# Beginning of a path -> the plugin that serves it.
+PLUGINS = {"/v1/messages": "messages", "/v1/responses": "responses", "/v1/files": "batches", "/v1/batches": "batches"}
 
 
 def _plain(routes: Sequence[BaseRoute]) -> dict[str, set[str]]:
@@ -59,6 +57,10 @@ def no_such_route(routes: Sequence[BaseRoute], path: str) -> ApiError:
     if absent is not None:
         return ApiError(404, f"There is no route {shown} here: this version has no {absent}.", code="not_found")
     known = _plain(routes)
+    plugin = next((name for start, name in PLUGINS.items() if (path == start or path.startswith(start + "/")) and start not in known), None)
+    if plugin is not None:
+        text = f"There is no route {shown} here: the plugin oarlock-{plugin} serves it, and is not installed (from a checkout: pip install ./plugins/{plugin})."
+        return ApiError(404, text, code="not_found")
     near = _nearest(path[:200].rstrip("/"), list(known))
     hint = f" Did you mean {' or '.join(sorted(known[near]))} {near}?" if near else f" Routes are {', '.join(sorted(known))}."
     return ApiError(404, f"There is no route {shown} here.{hint}", code="not_found")
