@@ -25,12 +25,12 @@ class PackedExperts:
 
     packed: ops.PackedWeight | codes.PackedCodes  # of [num_experts * out rounded up to whole panels, in]
     num_experts: int
-    in_size: int
+    out_size: int  # of an expert; of int4 codes with an odd number of columns, only this says how many the next linear has
 
 
 def pack(weight: torch.Tensor) -> PackedExperts:
     """Pack weights [num_experts, out, in] of float32 or bfloat16."""
-    return PackedExperts(ops.pack(_joined(weight)), weight.shape[0], weight.shape[2])
+    return PackedExperts(ops.pack(_joined(weight)), weight.shape[0], weight.shape[1])
 
 
 def pack_int4(weight: dict[str, torch.Tensor]) -> PackedExperts | dict[str, torch.Tensor]:
@@ -47,7 +47,7 @@ def _packed(weight: dict[str, torch.Tensor], pack_one: Any) -> PackedExperts | d
     if "groups" in weight:
         return weight
     packed = pack_one({name: _joined(tensor) for name, tensor in weight.items()})
-    return PackedExperts(packed, weight["scales"].shape[0], packed.in_size) if packed.order is None else weight
+    return PackedExperts(packed, *weight["scales"].shape[:2]) if packed.order is None else weight
 
 
 def _joined(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def moe_experts(x: torch.Tensor, w13: Any, w2: Any, weights: torch.Tensor, ids: 
     """As the registry's; by its reference where a model gives plain weights."""
     if isinstance(w13, torch.Tensor):
         return registry()["moe_experts"].reference(x, w13, w2, weights, ids, valid)
-    return _dense(x, w13.packed.panels, w2.packed.panels, w13.num_experts, w2.in_size, weights, ids, valid)
+    return _dense(x, w13.packed.panels, w2.packed.panels, w13.num_experts, w13.out_size // 2, weights, ids, valid)
 
 
 def moe_experts_int4(x: torch.Tensor, w13: Any, w2: Any, weights: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _multiply(op: str, x: torch.Tensor, w13: Any, w2: Any, *routing: torch.Tenso
     if not (isinstance(w13, PackedExperts) and isinstance(w2, PackedExperts)):
         return registry()[op].reference(x, w13, w2, *routing)
     first: codes.PackedCodes = w13.packed  # type: ignore[assignment]  # as `_packed` made it
-    return _codes(x, _tensors(first), _tensors(w2.packed), first.bits, first.zero, w13.num_experts, w2.in_size, *routing)
+    return _codes(x, _tensors(first), _tensors(w2.packed), first.bits, first.zero, w13.num_experts, w13.out_size // 2, *routing)
 
 
 def _tensors(packed: Any) -> list[torch.Tensor]:
