@@ -4,7 +4,7 @@
 // What binary16 cannot hold is kept out of its way: each row of x, and each output of a dense w, is multiplied by a power of two that
 // brings its largest number to [2^9, 2^10), and to [1/2, 1). A bfloat16 then loses bits only where it is 2^-17 of the largest beside it.
 // A lane sums 32 products in binary16, at most 2^15; such runs are added in float32. What a run can lose is 2^-12 of its sum at each addition:
-// runs of 64 would be a tenth faster, at twice the squared error. Codes of 4 or 8 bits become the numbers of such a w. The
+// runs of 64 would be 5 to 7 % faster, at twice the squared error. Codes of 4 or 8 bits become the numbers of such a w. The
 // order depends on nothing but K, so a row's bits do not depend on the others here either.
 #define OARLOCK_ISA isa_fp16
 #define OARLOCK_NAME "avx512_fp16"

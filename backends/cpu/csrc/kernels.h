@@ -89,8 +89,8 @@ struct AttentionTile {
   int32_t queries, row, kv_head;
 };
 
-// A chunk whose keys may be asked for early; null: unknown.
-struct AttentionNext {
+// A chunk of a tile; as what comes next, its keys may be asked for early, and a null tile is unknown.
+struct AttentionPart {
   const AttentionTile* tile;
   int64_t chunk;
 };
@@ -121,7 +121,7 @@ struct Kernels {
 
   // Chunks [c0, c1) of a tile's context. partial null: writes the result to out (c0, c1 must be all of the tile's chunks).
   // Else c1 == c0 + 1 and the chunk's part is left in `partial`, attention_partial_floats long. `next`: what this thread does after it.
-  void (*attend)(const AttentionArgs&, const AttentionTile&, int64_t c0, int64_t c1, float* scratch, float* partial, AttentionNext next);
+  void (*attend)(const AttentionArgs&, const AttentionTile&, int64_t c0, int64_t c1, float* scratch, float* partial, AttentionPart next);
   void (*merge)(const AttentionArgs&, const AttentionTile&, int64_t chunks, float* scratch, const float* partials);
 
   // Rows of H numbers. residual and total (float32) may be null; with them, total = x + residual is normed.

@@ -212,38 +212,37 @@ void RegionPlan::run(const Cache& c, Dtype d, const void* q, int64_t q_token, in
   if (is_split_) split(a); else whole(a);
 }
 
-// Whole tiles, one after another.
-void RegionPlan::whole(const AttentionArgs& a) const {
-  int64_t count = tiles_.size();
-  pool::parallel(count, 1, threads_, [&, k = kernels()](int64_t begin, int64_t end, int64_t next) {
+// f(i, scratch, what this thread attends after i) for each of `count` items; first(i) says where an item begins.
+template <class First, class F> void RegionPlan::attend_each(int64_t count, const First& first, const F& f) const {
+  pool::parallel(count, 1, threads_, [&](int64_t begin, int64_t end, int64_t next) {
     float* own = scratch_of(scratch_);
     for (int64_t i = begin; i < end; ++i) {
       int64_t then = i + 1 < end ? i + 1 : next;
-      AttentionNext after{then < count ? &tiles_[then] : nullptr, then < count ? first_chunk(window_, tiles_[then]) : 0};
-      k->attend(a, tiles_[i], first_chunk(window_, tiles_[i]), end_chunk(tiles_[i]), own, nullptr, after);
+      f(i, own, then < count ? first(then) : AttentionPart{nullptr, 0});
     }
+  });
+}
+
+// Whole tiles, one after another.
+void RegionPlan::whole(const AttentionArgs& a) const {
+  auto first = [&](int64_t i) { return AttentionPart{&tiles_[i], first_chunk(window_, tiles_[i])}; };
+  attend_each(tiles_.size(), first, [&, k = kernels()](int64_t i, float* own, AttentionPart next) {
+    k->attend(a, tiles_[i], first(i).chunk, end_chunk(tiles_[i]), own, nullptr, next);
   });
 }
 
 // Few tiles with long contexts: chunk by chunk, then merged. The same bits as whole tiles.
 void RegionPlan::split(const AttentionArgs& a) const {
-  struct Part { int64_t tile, chunk; };
-  std::vector<Part> parts;
+  std::vector<AttentionPart> parts;
   std::vector<int64_t> first(tiles_.size());
   for (size_t i = 0; i < tiles_.size(); ++i) {
     first[i] = parts.size();
-    for (int64_t c = first_chunk(window_, tiles_[i]); c < end_chunk(tiles_[i]); ++c) parts.push_back({static_cast<int64_t>(i), c});
+    for (int64_t c = first_chunk(window_, tiles_[i]); c < end_chunk(tiles_[i]); ++c) parts.push_back({&tiles_[i], c});
   }
   std::vector<float> partials(parts.size() * partial_);
   const Kernels* k = kernels();
-  int64_t count = parts.size();
-  pool::parallel(count, 1, threads_, [&](int64_t begin, int64_t end, int64_t next) {
-    float* own = scratch_of(scratch_);
-    for (int64_t i = begin; i < end; ++i) {
-      int64_t then = i + 1 < end ? i + 1 : next;
-      AttentionNext after{then < count ? &tiles_[parts[then].tile] : nullptr, then < count ? parts[then].chunk : 0};
-      k->attend(a, tiles_[parts[i].tile], parts[i].chunk, parts[i].chunk + 1, own, partials.data() + i * partial_, after);
-    }
+  attend_each(parts.size(), [&](int64_t i) { return parts[i]; }, [&](int64_t i, float* own, AttentionPart next) {
+    k->attend(a, *parts[i].tile, parts[i].chunk, parts[i].chunk + 1, own, partials.data() + i * partial_, next);
   });
   for (size_t i = 0; i < tiles_.size(); ++i) {
     int64_t chunks = end_chunk(tiles_[i]) - first_chunk(window_, tiles_[i]);

@@ -119,6 +119,7 @@ class RegionPlan {
   void run(const Cache& c, Dtype d, const void* q, int64_t q_token, int64_t q_head, void* out, float scale, float softcap) const;
 
  private:
+  template <class First, class F> void attend_each(int64_t count, const First& first, const F& f) const;
   void whole(const AttentionArgs& a) const;
   void split(const AttentionArgs& a) const;
 

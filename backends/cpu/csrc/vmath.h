@@ -6,22 +6,24 @@
 
 namespace OARLOCK_ISA {
 
+// e^x = 2^n e^f with n a whole number: f, which is at most ln 2 / 2, and the series of e^f from its sixth power's coefficient on.
+INLINE vf exp_rest(vf x, vf n) { return fma(n, splat(-1.42860677e-6f), fma(n, splat(-0.693145752f), x)); }  // ln 2 in two parts
+INLINE vf exp_series(vf sixth, vf f) {
+  vf p = fma(sixth, f, splat(1.f / 120));
+  p = fma(p, f, splat(1.f / 24));
+  p = fma(p, f, splat(1.f / 6));
+  p = fma(p, f, splat(0.5f));
+  p = fma(p, f, splat(1.f));
+  return fma(p, f, splat(1.f));
+}
+
 // e^x. Below -87.3 it is 0 (no denormals), above 88.7 infinity; NaN gives NaN.
 INLINE vf exp(vf x) {
   const vf magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
   vf inside = x < splat(-88.f) ? splat(-88.f) : x;
   inside = inside > splat(89.f) ? splat(89.f) : inside;
   vf n = fma(inside, splat(1.44269504f), magic) - magic;
-  vf f = fma(n, splat(-0.693145752f), inside);
-  f = fma(n, splat(-1.42860677e-6f), f);  // ln 2 in two parts
-  vf p = splat(1.f / 5040);
-  p = fma(p, f, splat(1.f / 720));
-  p = fma(p, f, splat(1.f / 120));
-  p = fma(p, f, splat(1.f / 24));
-  p = fma(p, f, splat(1.f / 6));
-  p = fma(p, f, splat(0.5f));
-  p = fma(p, f, splat(1.f));
-  p = fma(p, f, splat(1.f));
+  vf f = exp_rest(inside, n), p = exp_series(fma(splat(1.f / 5040), f, splat(1.f / 720)), f);
   vi exponent = __builtin_convertvector(n, vi);
   // 2^n in two steps, so that n = 128 does not overflow by itself.
   vi half = exponent >> 1;
@@ -36,15 +38,7 @@ INLINE vf exp_below_one(vf x) {
   const vf magic = splat(12582912.f), lowest = splat(-87.3f);
   vf inside = max(lowest, x);  // of this order, which keeps NaN
   vf shifted = fma(inside, splat(1.44269504f), magic), n = shifted - magic;
-  vf f = fma(n, splat(-0.693145752f), inside);
-  f = fma(n, splat(-1.42860677e-6f), f);
-  vf p = splat(1.f / 720);
-  p = fma(p, f, splat(1.f / 120));
-  p = fma(p, f, splat(1.f / 24));
-  p = fma(p, f, splat(1.f / 6));
-  p = fma(p, f, splat(0.5f));
-  p = fma(p, f, splat(1.f));
-  p = fma(p, f, splat(1.f));
+  vf p = exp_series(splat(1.f / 720), exp_rest(inside, n));
   p = as_float(as_int(p) + (as_int(shifted) << 23));  // n, in the lowest bits of `shifted`, is added to the exponent
   return x < lowest ? splat(0.f) : x == x ? p : x;
 }
