@@ -30,6 +30,25 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
+@contextlib.contextmanager
+def null_server(model: str | Path, key: str, *flags: str, log: Path) -> Iterator[RealServer]:
+    """A server of the null device whose own client has the key."""
+    flags = ("--device", "null", "--served-model-name", "tiny", "--api-key", key, *flags)
+    with RealServer(model, *flags, log=log, defaults=()) as started:
+        started.http.headers["Authorization"] = f"Bearer {key}"
+        yield started
+
+
+@contextlib.contextmanager
+def openai_client(server: RealServer, key: str) -> Iterator[Any]:
+    """OpenAI's own client, and afterwards no block that is still held."""
+    import openai  # slow, and few ask for it
+
+    with openai.OpenAI(api_key=key, base_url=f"{server.base_url}/v1", max_retries=0) as made:
+        yield made
+    server.kv_idle()
+
+
 class RealServer:
     """One server process in a session of its own. Use as a context manager."""
 

@@ -126,6 +126,17 @@ def events(response: httpx.Response) -> list[Any]:
     return payloads
 
 
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The payloads of a stream whose events are named after their own type. Checks that nothing but events is there."""
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    found: list[dict[str, Any]] = []
+    for block in response.text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        found.append(strict(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
 def strict(text: str) -> Any:
     """JSON with NaN, Infinity and duplicate keys refused."""
 

@@ -35,6 +35,17 @@ class RouteError(Exception):
     def __str__(self) -> str:
         return self.message
 
+    @classmethod
+    def invalid(cls, param: str | None, message: str, code: str = "invalid_value") -> RouteError:
+        """The 400 about a field."""
+        return cls(400, message, param, code)
+
+    @staticmethod
+    def shown(value: Any) -> str:
+        """A value as an error shows it."""
+        text = repr(value)
+        return text if len(text) <= 60 else text[:57] + "..."
+
     def renamed(self, names: Mapping[str, str]) -> RouteError:
         """The same about this route's fields, which the other route knows by other names."""
         new = names.get(self.param or "")

@@ -19,9 +19,7 @@ from oarlock_batches.multipart import parse_form
 
 MAX_NAME = 255
 
-
-def bad(param: str | None, message: str, code: str = "invalid_value") -> RouteError:
-    return RouteError(400, message, param, code)
+bad = RouteError.invalid
 
 
 @dataclass(slots=True)

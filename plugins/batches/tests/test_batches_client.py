@@ -14,7 +14,7 @@ from typing import Any
 
 import openai
 import pytest
-from real_server import RealServer
+from real_server import RealServer, null_server, openai_client
 from tiny_model import make_tiny_model
 
 KEY = "batches-key"
@@ -28,17 +28,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    flags = ("--device", "null", "--served-model-name", "tiny", "--api-key", KEY, "--max-body-bytes", "100000")
-    with RealServer(model, *flags, log=tmp_path_factory.mktemp("log") / "server.log", defaults=()) as started:
-        started.http.headers["Authorization"] = f"Bearer {KEY}"
+    with null_server(model, KEY, "--max-body-bytes", "100000", log=tmp_path_factory.mktemp("log") / "server.log") as started:
         yield started
 
 
 @pytest.fixture
 def client(server: RealServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(api_key=KEY, base_url=f"{server.base_url}/v1", max_retries=0) as made:
+    with openai_client(server, KEY) as made:
         yield made
-    server.kv_idle()
 
 
 def request(custom_id: str, url: str = CHAT, **fields: Any) -> dict[str, Any]:

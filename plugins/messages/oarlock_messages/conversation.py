@@ -36,15 +36,7 @@ _KEYS = {
     "thinking": ("type", "thinking", "signature"),
 }
 
-
-def bad(param: str, message: str, code: str = "invalid_value") -> RouteError:
-    return RouteError(400, message, param, code)
-
-
-def show(value: Any) -> str:
-    """A value as an error shows it."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+bad, show = RouteError.invalid, RouteError.shown
 
 
 def chat_messages(system: Any, messages: Any, *, allow_unknown: bool) -> list[dict[str, Any]]:

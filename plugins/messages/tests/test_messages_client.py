@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import anthropic
 import pytest
-from real_server import RealServer, wait_until
+from real_server import RealServer, null_server, wait_until
 from tiny_model import make_tiny_model
 
 KEY = "messages-key"
@@ -17,9 +17,7 @@ MESSAGES = [{"role": "user", "content": "Name three colours."}]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
-    flags = ("--device", "null", "--served-model-name", "tiny", "--api-key", KEY)
-    with RealServer(folder, *flags, log=tmp_path_factory.mktemp("log") / "server.log", defaults=()) as started:
-        started.http.headers["Authorization"] = f"Bearer {KEY}"
+    with null_server(folder, KEY, log=tmp_path_factory.mktemp("log") / "server.log") as started:
         yield started
 
 

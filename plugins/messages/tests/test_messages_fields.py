@@ -10,7 +10,7 @@ import httpx
 import pytest
 from oarlock_messages.routes import COUNT, CREATE, REFUSED, add
 from toy_frontend import says
-from toy_server import MODEL, Toy, strict, toy_server
+from toy_server import MODEL, Toy, named_events, strict, toy_server
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,17 +41,6 @@ async def prompt_of(toy: Toy, **fields: Any) -> str:
     return bytes(toy.engine.submitted[-1].prompt_token_ids).decode()
 
 
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The stream's events, each under its own type as its name."""
-    assert response.headers["content-type"].startswith("text/event-stream"), response.text
-    found = []
-    for block in response.text.split("\n\n")[:-1]:
-        name, data = block.split("\n")
-        found.append(strict(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
 async def test_a_message_and_its_parts() -> None:
     async with toy_server(says("hello"), routes=(add,)) as toy:
         response = await create(toy)
@@ -66,7 +55,7 @@ async def test_a_message_and_its_parts() -> None:
 
 async def test_the_stream_has_exactly_this_sequence() -> None:
     async with toy_server(says("hey"), routes=(add,)) as toy:
-        found = events(await create(toy, stream=True))
+        found = named_events(await create(toy, stream=True))
         types = [event["type"] for event in found]
         assert types == ["message_start", "ping", "content_block_start", *["content_block_delta"] * 3, "content_block_stop", "message_delta", "message_stop"]
         assert found[0]["message"]["content"] == [] and found[0]["message"]["usage"] == {"input_tokens": 19, "output_tokens": 0}
@@ -90,7 +79,7 @@ async def test_why_it_stopped_streamed_and_whole(fields: dict[str, Any], text: s
         whole = (await create(toy, **fields)).json()
         assert "".join(block["text"] for block in whole["content"]) == text and len(whole["content"]) == bool(text)
         assert (whole["stop_reason"], whole["stop_sequence"]) == stop
-        found = events(await create(toy, **fields, stream=True))
+        found = named_events(await create(toy, **fields, stream=True))
         assert "".join(event["delta"]["text"] for event in found if event["type"] == "content_block_delta") == text
         end = found[-2]
         assert (end["delta"]["stop_reason"], end["delta"]["stop_sequence"]) == stop
@@ -215,7 +204,7 @@ async def test_the_end_of_the_server_is_an_event_in_an_open_stream() -> None:
         while not toy.engine.open or toy.engine.num_steps < 3:
             await asyncio.sleep(0.01)
         toy.shut_down()
-        found = events(await task)
+        found = named_events(await task)
         assert found[0]["type"] == "message_start" and found[-1]["type"] == "error"
         assert found[-1]["error"]["type"] == "overloaded_error" and "message_stop" not in [event["type"] for event in found]
         assert toy.state.num_prompts == 0

@@ -31,15 +31,7 @@ _NOT_BUILT = {
     "reasoning": "reasoning is not served on this route; leave the item out",
 }
 
-
-def bad(param: str, message: str, code: str = "invalid_value") -> RouteError:
-    return RouteError(400, message, param, code)
-
-
-def show(value: Any) -> str:
-    """A value as an error shows it."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+bad, show = RouteError.invalid, RouteError.shown
 
 
 def read_input(value: Any, *, allow_unknown: bool) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from real_server import RealServer, wait_until
+from real_server import RealServer, null_server, openai_client, wait_until
 from tiny_model import make_tiny_model
 
 KEY = "responses-key"
@@ -17,17 +17,14 @@ KEY = "responses-key"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
-    flags = ("--device", "null", "--served-model-name", "tiny", "--api-key", KEY, "--responses-max-stored", "8")
-    with RealServer(folder, *flags, log=tmp_path_factory.mktemp("log") / "server.log", defaults=()) as started:
-        started.http.headers["Authorization"] = f"Bearer {KEY}"
+    with null_server(folder, KEY, "--responses-max-stored", "8", log=tmp_path_factory.mktemp("log") / "server.log") as started:
         yield started
 
 
 @pytest.fixture
 def client(server: RealServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(api_key=KEY, base_url=f"{server.base_url}/v1", max_retries=0) as made:
+    with openai_client(server, KEY) as made:
         yield made
-    server.kv_idle()
 
 
 def test_create_retrieve_delete(client: openai.OpenAI) -> None:

@@ -14,7 +14,7 @@ from oarlock_responses.fields import CREATE, LOGPROBS, REFUSED
 from oarlock_responses.shape import Draft
 from oarlock_responses.store import Store
 from toy_frontend import says
-from toy_server import MODEL, Toy, refused, strict, toy_server
+from toy_server import MODEL, Toy, named_events, refused, strict, toy_server
 
 pytestmark = pytest.mark.asyncio
 
@@ -43,12 +43,7 @@ def prompt_of(here: Toy) -> str:
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    assert response.headers["content-type"].startswith("text/event-stream"), response.text
-    found = []
-    for block in response.text.split("\n\n")[:-1]:
-        name, data = block.split("\n")
-        found.append(strict(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
+    found = named_events(response)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 
