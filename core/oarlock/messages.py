@@ -102,6 +102,7 @@ class SchedulerStats:
     prefix_hits: int = 0  # tokens found
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0
+    num_prompt_tokens: int = 0  # prompt tokens computed, those of preempted requests again
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class EngineOutputs:
     outputs: tuple[EngineOutput, ...]
     stats: SchedulerStats
     step_s: float = 0.0  # wall time of the step that produced this
+    num_step_tokens: int = 0  # tokens that this step computed: of prompts, and of answers
     compiles_after_warmup: int = 0
 
 

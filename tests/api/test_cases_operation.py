@@ -222,6 +222,16 @@ def test_metrics_add_up(server: RealServer) -> None:
         assert rise(f"vllm:{name}_count") == 17
     assert rise("vllm:prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
     assert rise("vllm:generation_tokens_total") == sum(usage["completion_tokens"] for usage in usages)
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert rise("vllm:prompt_tokens_by_source_total") == rise("vllm:prompt_tokens_total")
+    assert rise("vllm:prompt_tokens_cached_total") == cached
+    assert rise("vllm:request_prefill_kv_computed_tokens_sum") == rise("vllm:prompt_tokens_total") - cached
+    assert rise("oarlock_engine_prompt_tokens_total") == rise("vllm:prompt_tokens_total") - cached + 5 * 2  # of n choices each computes the last token
+    assert rise("vllm:iteration_tokens_total_sum") == rise("oarlock_engine_prompt_tokens_total") + rise("oarlock_engine_tokens_total") - 17 - 5 * 2
+    assert rise("vllm:request_params_max_tokens_sum") == sum(range(5, 17)) + sum(range(4, 9))
+    assert rise("vllm:request_max_num_generation_tokens_sum") <= rise("vllm:request_params_max_tokens_sum")
+    times = [rise(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode", "inference")]
+    assert times[1] + times[2] == pytest.approx(times[3]) and 0 < sum(times[::3]) <= rise("vllm:e2e_request_latency_seconds_sum")
     assert rise("oarlock_engine_tokens_total") == sum(usage["completion_tokens"] for usage in usages)
     assert rise("vllm:inter_token_latency_seconds_count") > 0
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
@@ -300,7 +310,7 @@ def test_auth_every_route(start_server: Callable[..., RealServer]) -> None:
                 continue
             error = refused(response, None, status=401)
             assert error["type"] == "invalid_request_error" and error["code"] == "invalid_api_key"
-            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.headers["www-authenticate"] == ("Bearer" if path != "/" else 'Basic realm="Oarlock", charset="UTF-8"')
         assert server.http.request(method, path, headers=right, json={} if method == "POST" else None).status_code != 401
     for path in ("//v1/completions", "/v1/../v1/completions", "/V1/completions", CMP + "/", "/health/../v1/models", "/health//", "/health;/v1/models", "/%68ealth/x", "/metrics?a=/health", "//health"):
         for method in ("GET", "POST", "HEAD"):

@@ -43,6 +43,18 @@ def only(d: Drive, source: EngineRequest) -> tuple[list[int], str]:
     return d.tokens[source.request_id, 0], d.ends[source.request_id, 0].finish_reason
 
 
+def test_prompt_tokens_are_counted_as_they_are_computed() -> None:
+    d = drive(max_num_batched_tokens=4, max_in_flight=1)
+    d.add(request("a", range(10), max_tokens=3))
+    counted = []
+    while d.step():
+        counted.append(d.scheduler.stats().num_prompt_tokens)
+    assert counted == [4, 8, 10, 10, 10]
+    d.add(request("b", range(10), max_tokens=1))
+    d.run()
+    assert d.scheduler.stats().num_prompt_tokens == 12  # two blocks of four were found in the cache
+
+
 # ---------------------------------------------------------------- overlap
 def test_token_computed_beyond_eos_is_discarded_and_blocks_wait_for_it() -> None:
     d = drive(max_in_flight=2)

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("oarlock.cli.chat:main", "talk to a model in the terminal"),
     "complete": ("oarlock.cli.complete:main", "complete a text in the terminal"),
     "bench": ("oarlock.cli.bench:main", "measure a server, or a model offline"),
+    "top": ("oarlock.cli.top:main", "watch a running server in the terminal"),
     "devices": ("oarlock.cli.devices:main", "list devices, and why each can or cannot be used"),
     "doctor": ("oarlock.cli.doctor:main", "examine the installation and one device closely"),
     "plan": ("oarlock.cli.plan:main", "print the memory plan of a model without loading it"),

@@ -133,21 +133,21 @@ class EngineCore:
                 outputs += self._step_failed(out, fault)
                 self._pass_on(fault, outputs)
                 break
-        if self._in_flight:
-            self._read_oldest(outputs)
-        return EngineOutputs(tuple(outputs), self.scheduler.stats(), time.monotonic() - started, self._compiles)
+        tokens = self._read_oldest(outputs) if self._in_flight else 0
+        return EngineOutputs(tuple(outputs), self.scheduler.stats(), time.monotonic() - started, tokens, self._compiles)
 
-    def _read_oldest(self, outputs: list[EngineOutput]) -> None:
-        """Add the oldest step's outputs to `outputs`."""
+    def _read_oldest(self, outputs: list[EngineOutput]) -> int:
+        """Add the oldest step's outputs to `outputs`. Returns how many tokens it computed."""
         out, pending = self._in_flight.popleft()
         try:
             result = pending.result()
         except BaseException as fault:  # noqa: BLE001  any fault of a step is judged by the canary
             outputs += self._step_failed(out, fault)
             self._pass_on(fault, outputs)
-            return
+            return 0
         self._compiles = result.compiles_after_warmup
         outputs += self.scheduler.update_from_output(out, result)
+        return out.num_tokens
 
     def _pass_on(self, fault: BaseException, outputs: list[EngineOutput]) -> None:
         """Raise what is to end the program, not a step; the outputs come out of the next step, if there is one."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("oarlock.engine")
 STUCK_WAIT_MS = 5  # between looks when requests wait but nothing can be scheduled
-REPORT_EVERY_S = 1.0  # the front end hears of steps without output this often: counters stay true, and a stuck engine shows
+REPORT_EVERY_S = 1.0  # while requests wait and nothing is computed, the front end hears of it this often: so a stuck engine shows
 
 
 class EngineProcess:
@@ -48,7 +48,7 @@ class EngineProcess:
                 continue
             outputs = core.step()
             now = time.monotonic()
-            if outputs.outputs or now - self.reported_s > REPORT_EVERY_S:
+            if outputs.outputs or outputs.num_step_tokens or now - self.reported_s > REPORT_EVERY_S:
                 self.reported_s = now
                 self.outbox.send(wire.pack(wire.OUTPUTS, outputs))
             if not outputs.outputs and (not outputs.step_s or outputs.stats.num_running == 0):

@@ -38,6 +38,7 @@ class StatsLog:
     def __init__(self) -> None:
         self._since = time.monotonic()
         self._tokens = 0
+        self._prompt_tokens = 0  # of the engine's count, as last said
 
     def observe(self, steps: list[EngineOutputs]) -> None:
         self._tokens += sum(len(output.new_token_ids) for step in steps for output in step.outputs)
@@ -47,11 +48,11 @@ class StatsLog:
     def _say(self, last: EngineOutputs) -> None:
         s, seconds = last.stats, time.monotonic() - self._since
         log.info(
-            "generation %.1f tokens/s, running %d, waiting %d, KV cache %.1f %%, prefix hits %.1f %%",
-            self._tokens / seconds, s.num_running, s.num_waiting,
+            "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache %.1f %%, prefix hits %.1f %%",
+            (s.num_prompt_tokens - self._prompt_tokens) / seconds, self._tokens / seconds, s.num_running, s.num_waiting,
             100 * s.num_used_blocks / max(1, s.num_blocks), 100 * s.prefix_hits / max(1, s.prefix_queries),
         )  # fmt: skip
-        self._since, self._tokens = time.monotonic(), 0
+        self._since, self._tokens, self._prompt_tokens = time.monotonic(), 0, s.num_prompt_tokens
 
     def close(self) -> None:
         """Nothing is kept."""

@@ -82,6 +82,7 @@ class Scheduler:
         self._next_step_id = 0
         self._next_request = 0
         self._num_derived_seeds = 0
+        self._num_prompt_tokens = 0
         self._found_nothing = False  # the last time that it planned, and nothing was in flight
         self._blocked: tuple[int, int] | None = None  # (waiting branch that found no room, blocks free then)
 
@@ -358,6 +359,7 @@ class Scheduler:
             branch = self._life.branches[row.branch_id]
             branch.in_flight -= 1
             branch.num_pending -= row.emits
+            self._num_prompt_tokens += max(0, min(row.start + row.num_tokens, branch.request.num_prompt) - row.start)
             if branch.status is Status.DRAINING:
                 if not branch.in_flight:
                     self._life.release(branch)
@@ -402,6 +404,7 @@ class Scheduler:
             prefix_hits=manager.prefix_hits,
             num_host_blocks=manager.num_host_blocks,
             num_used_host_blocks=manager.num_used_host,
+            num_prompt_tokens=self._num_prompt_tokens,
         )
 
     def check_invariants(self) -> None:

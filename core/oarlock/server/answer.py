@@ -117,7 +117,7 @@ class Answer(Response, abc.ABC):
             outputs = await self._results()
             for output in outputs:
                 self._count_prompt(output)
-                self._count_finished(output, sum(len(choice.token_ids) for choice in output.outputs), _reasons(output, self.request_id))
+                self._count_finished(output, [len(choice.token_ids) for choice in output.outputs], _reasons(output, self.request_id))
             positions = sum(len(choice.logprobs or ()) for output in outputs for choice in output.outputs)
             large = opened.entries + positions > THREAD_ENTRIES or (self.reads_text and sum(len(c.text) for o in outputs for c in o.outputs) > THREAD_CHARS)
             body = await in_text_thread(functools.partial(self._body, outputs)) if large else self._body(outputs)
@@ -260,7 +260,7 @@ class Answer(Response, abc.ABC):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events: one write for each delta of the engine, whatever it holds."""
         metrics = self.state.metrics
-        generated = [0] * len(self.prompts)
+        generated = [[0] * self.params.n for _ in self.prompts]  # tokens of each choice
         seen, timed = [False] * len(self.prompts), [False] * len(self.prompts)
         reasons: list[set[str]] = [set() for _ in self.prompts]
         index_of = {engine_id: index for index, engine_id in enumerate(self._engine_ids)}
@@ -277,8 +277,10 @@ class Answer(Response, abc.ABC):
                     if not timed[index] and output.metrics.first_token_s is not None:
                         timed[index] = True
                         metrics.first_token(output.metrics)
-                    new_tokens = sum([len(choice.token_ids) for choice in output.outputs])
-                    generated[index] += new_tokens
+                    new_tokens = 0
+                    for choice in output.outputs:
+                        new_tokens += len(choice.token_ids)
+                        generated[index][choice.index] += len(choice.token_ids)
                     self._count_tokens(new_tokens)
                     event = self._join(self.deltas(index, output))
                     if event:
@@ -307,12 +309,11 @@ class Answer(Response, abc.ABC):
         self.usage.completion += count
         self.state.metrics.generated(count)
 
-    def _count_finished(self, output: RequestOutput, generated: int, reasons: set[str], *, counted: bool = False) -> None:
+    def _count_finished(self, output: RequestOutput, generated: list[int], reasons: set[str], *, counted: bool = False) -> None:
         if not counted:
-            self._count_tokens(generated)
+            self._count_tokens(sum(generated))
         reason = "length" if "length" in reasons else "stop"
-        params = self.params
-        self.state.metrics.finished(output.metrics, reason, len(output.prompt_token_ids), generated, params.n, params.num_branches)
+        self.state.metrics.finished(output, reason, generated, self.params)
 
 
 def _reasons(output: RequestOutput, request_id: str) -> set[str]:

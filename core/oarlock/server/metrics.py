@@ -1,7 +1,7 @@
 """The /metrics page: the `vllm:` series that dashboards read, and ours.
 
 Owns: every metric, its labels and buckets.
-Reads: `messages.SchedulerStats`, `frontend.outputs.RequestMetrics`.
+Reads: `messages`, `frontend.outputs`.
 Never: counts a prompt more than once, whatever its n; stops with `--disable-log-stats` (that stops the log only).
 
 A *request* here is one prompt: a batch of three prompts counts three. Tokens are counted as `usage` counts them.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,14 +21,23 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.utils import floatToGoString
 
 from oarlock.config.sections import EngineConfig
-from oarlock.frontend.outputs import RequestMetrics
+from oarlock.frontend.outputs import RequestMetrics, RequestOutput
 from oarlock.messages import EngineInfo, EngineOutputs, SchedulerStats
+from oarlock.sampling_params import SamplingParams
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _E2E_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 _COUNTS = (1, 2, 5, 10, 20, 50, 100)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_TOKEN_COUNTS = {  # histograms whose buckets end at the context's length
+    "vllm:request_prompt_tokens": "Prompt tokens of a request.",
+    "vllm:request_prefill_kv_computed_tokens": "Prompt tokens of a request that no cached prefix saved.",
+    "vllm:request_generation_tokens": "Generated tokens of a request.",
+    "vllm:request_max_num_generation_tokens": "Generated tokens of a request's longest choice.",
+    "vllm:request_params_max_tokens": "Longest answer that a request allowed, in tokens.",
+}
 
 
 def _token_buckets(limit: int) -> tuple[int, ...]:
@@ -62,6 +71,9 @@ class _EngineCollector:
             ("vllm:num_preemptions", "Times a request lost its blocks and was computed again or swapped.", s.num_preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", s.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", s.prefix_hits),
+            ("vllm:gpu_prefix_cache_queries", "Prompt tokens looked up, under the older name.", s.prefix_queries),
+            ("vllm:gpu_prefix_cache_hits", "Prompt tokens found, under the older name.", s.prefix_hits),
+            ("oarlock_engine_prompt_tokens", "Prompt tokens the engine computed, chunk by chunk; preempted ones again.", s.num_prompt_tokens),
             ("oarlock_swap_outs", "Requests swapped to host memory.", s.num_swap_outs),
         )
         for name, text, value in gauges:
@@ -108,9 +120,9 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._name = model_name
         self._last_token_s: dict[str, dict[int, float]] = {}  # request id -> branch -> time of its last token
-        self._totals = [0, 0]
         # PERF: what every step and every stream adds is summed here until the page is asked for.
         self._new_tokens, self._new_engine_tokens, self._new_steps, self._new_seconds = 0, 0, 0, 0.0
+        self._prompt_tokens_computed, self._tokens_made = 0, 0
         self.compiles_after_warmup = 0
 
         def labelled(metric: Any) -> Any:
@@ -124,16 +136,23 @@ class ServerMetrics:
 
         self._histogram = histogram
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests, as usage counts them.")
+        by_source = Counter("vllm:prompt_tokens_by_source", "Prompt tokens of answered requests.", ["model_name", "source"], registry=self.registry)
+        self._computed, self._cached = (by_source.labels(model_name, source) for source in ("local_compute", "local_cache_hit"))
+        self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens of answered requests that a cached prefix saved.")
         self._generated_tokens = counter("vllm:generation_tokens", "Generated tokens, as usage counts them.")
         self._engine_tokens = counter("oarlock_engine_tokens", "Tokens the engine made, also those nobody gets; rises at every step.")
         self._steps = counter("oarlock_steps", "Steps that gave output.")
         self._step_seconds = counter("oarlock_step_seconds", "Wall time of those steps.")
+        self._step_tokens = histogram("vllm:iteration_tokens_total", "Tokens that a step computed, of prompts and of answers.", _STEP_TOKENS)
         self._ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S)
         self._gaps = _TokenGaps(model_name)
         self.registry.register(self._gaps)
         self._request_tpot = histogram("vllm:request_time_per_output_token_seconds", "Mean of one request.", _TOKEN_S)
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _E2E_S)
         self._queue = histogram("vllm:request_queue_time_seconds", "From arrival to the first step.", _TTFT_S)
+        self._prefill = histogram("vllm:request_prefill_time_seconds", "From the first step to the first token.", _E2E_S)
+        self._decode = histogram("vllm:request_decode_time_seconds", "From the first token to the last.", _E2E_S)
+        self._inference = histogram("vllm:request_inference_time_seconds", "From the first step to the last token.", _E2E_S)
         self._n = histogram("vllm:request_params_n", "n of requests.", _COUNTS)
         self._best_of = histogram("vllm:request_params_best_of", "best_of of requests.", _COUNTS)
         self._success = Counter(
@@ -146,14 +165,14 @@ class ServerMetrics:
             self._outcomes.labels(model_name, outcome)
         for reason in ("stop", "length"):
             self._success.labels(model_name, reason)
-        self._request_prompt_tokens: Any = None
-        self._request_generation_tokens: Any = None
+        self._max_model_len = 0
+        self._token_counts: list[Any] = []  # in the order of _TOKEN_COUNTS
 
     def attach(self, info: EngineInfo, config: EngineConfig, stats: Callable[[], SchedulerStats]) -> None:
         """Once the engine is ready: its gauges and its constants."""
         buckets = _token_buckets(info.max_model_len)
-        self._request_prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", buckets)
-        self._request_generation_tokens = self._histogram("vllm:request_generation_tokens", "Generated tokens of a request.", buckets)
+        self._max_model_len = info.max_model_len
+        self._token_counts = [self._histogram(name, text, buckets) for name, text in _TOKEN_COUNTS.items()]
         self.registry.register(_EngineCollector(self._name, info, stats, lambda: self.compiles_after_warmup))
         facts = {
             "block_size": info.block_size,
@@ -168,6 +187,10 @@ class ServerMetrics:
         self._constants("oarlock_device_info", "The device as it describes itself.", ("device", "dtype", "description"), device)
         text = "What serves each op; what was installed for it and does not, with the reason and the remedy."
         self._constants("oarlock_op_info", text, ("op", "implementation", "rejected"), *info.op_table)
+        plan = Gauge("oarlock_memory_plan_bytes", "What each worker's memory is planned for; the last part says what bounds the KV cache.",
+                     ["model_name", "part", "note"], registry=self.registry)  # fmt: skip
+        for part, size, note in info.memory_plan:
+            plan.labels(self._name, part, note).set(size)
 
     def _constants(self, name: str, text: str, labels: tuple[str, ...], *rows: tuple[object, ...]) -> None:
         """A gauge that is 1 for each row of label values."""
@@ -176,8 +199,8 @@ class ServerMetrics:
             gauge.labels(self._name, *map(str, row)).set(1)
 
     def totals(self) -> tuple[float, float]:
-        """(prompt tokens of answered requests, tokens the engine made), since start."""
-        return self._totals[0], self._totals[1]
+        """(prompt tokens that the engine computed, tokens that it made), since start."""
+        return self._prompt_tokens_computed, self._tokens_made
 
     def page(self) -> bytes:
         """The page as text. The only reader of the registry."""
@@ -203,8 +226,11 @@ class ServerMetrics:
             if last is not None:
                 self._gaps.observe(now - last)
         self.compiles_after_warmup = outputs.compiles_after_warmup
+        self._prompt_tokens_computed = outputs.stats.num_prompt_tokens
+        if outputs.num_step_tokens:
+            self._step_tokens.observe(outputs.num_step_tokens)
         if tokens:
-            self._totals[1] += tokens
+            self._tokens_made += tokens
             self._new_engine_tokens += tokens
             self._new_steps += 1
             self._new_seconds += outputs.step_s
@@ -224,20 +250,31 @@ class ServerMetrics:
         """Tokens that went to a client, or will in the response being made."""
         self._new_tokens += num_tokens
 
-    def finished(self, times: RequestMetrics, reason: str, prompt_tokens: int, generated_tokens: int, n: int, best_of: int) -> None:
-        """Once per prompt that ended by itself, after its tokens were counted by `generated`."""
-        self._totals[0] += prompt_tokens
-        self._prompt_tokens.inc(prompt_tokens)
-        self._request_prompt_tokens.observe(prompt_tokens)
-        self._request_generation_tokens.observe(generated_tokens)
-        self._n.observe(n)
-        self._best_of.observe(best_of)
-        end = times.finished_s or time.time()
-        self._e2e.observe(max(0.0, end - times.arrival_s))
-        if times.time_in_queue_s is not None:
-            self._queue.observe(times.time_in_queue_s)
-        if times.first_token_s is not None and times.last_token_s is not None and generated_tokens > n:
-            self._request_tpot.observe(max(0.0, times.last_token_s - times.first_token_s) / (generated_tokens / n - 1))
+    def finished(self, output: RequestOutput, reason: str, generated: Sequence[int], params: SamplingParams) -> None:
+        """Once per prompt that ended by itself, after its tokens were counted by `generated`. `generated`: tokens of each choice."""
+        times, prompt, total = output.metrics, len(output.prompt_token_ids), sum(generated)
+        cached = min(output.num_cached_tokens, prompt)
+        self._prompt_tokens.inc(prompt)
+        self._computed.inc(prompt - cached)
+        self._cached.inc(cached)
+        self._cached_tokens.inc(cached)
+        allowed = params.max_tokens if params.max_tokens is not None else self._max_model_len - prompt
+        for histogram, count in zip(self._token_counts, (prompt, prompt - cached, total, max(generated, default=0), allowed), strict=True):
+            histogram.observe(count)
+        self._n.observe(params.n)
+        self._best_of.observe(params.num_branches)
+        start, first, last = times.first_scheduled_s, times.first_token_s, times.last_token_s
+        for histogram, since, until in (
+            (self._e2e, times.arrival_s, times.finished_s or time.time()),
+            (self._queue, times.arrival_s, start),
+            (self._prefill, start, first),
+            (self._decode, first, last),
+            (self._inference, start, last),
+        ):
+            if since is not None and until is not None:
+                histogram.observe(max(0.0, until - since))
+        if first is not None and last is not None and total > params.n:
+            self._request_tpot.observe(max(0.0, last - first) / (total / params.n - 1))
         self._success.labels(self._name, reason).inc()
         self._outcomes.labels(self._name, reason).inc()
 
