@@ -10,7 +10,8 @@ WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY core core
 COPY backends/cpu backends/cpu
-RUN pip install --no-build-isolation . ./backends/cpu
+COPY plugins/ui plugins/ui
+RUN pip install --no-build-isolation . ./backends/cpu ./plugins/ui
 
 FROM python:3.12-slim
 RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/* \

@@ -6,6 +6,7 @@ DEVICE ?= auto
 PORT   ?= 8000
 MODEL  ?=
 ARGS   ?=
+CHROMIUM ?=
 BIN    := $(VENV)/bin
 
 # Processes that tests run in side by side. A worker of pytest takes about 1 GiB.
@@ -15,7 +16,7 @@ TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/*/tests pl
 
 export VENV PYTHON TORCH
 
-.PHONY: help install serve test test-full test-tpu bench wheels lint clean
+.PHONY: help install serve test test-full test-tpu test-ui bench wheels lint clean
 
 help:
 	@echo "make install     make $(VENV) with everything that tests need; does nothing when nothing changed"
@@ -23,6 +24,7 @@ help:
 	@echo "make test        all tests but the long ones; about 9 minutes on two cores"
 	@echo "make test-full   all tests"
 	@echo "make test-tpu    what of the tpu backend can be tested without a TPU, in an environment of its own; writes docs/tpu.md"
+	@echo "make test-ui     the page at / in a headless Chromium, which must be here: [CHROMIUM=/path/to/chromium]"
 	@echo "make bench       throughput and latency of the small chat model on this machine"
 	@echo "make wheels      a wheel of each distribution in dist/, that of the cpu backend with its kernels"
 	@echo "make lint        ruff and mypy"
@@ -54,6 +56,10 @@ test-tpu:
 	@tools/install_tpu.sh
 	@.venv-tpu/bin/python -m pytest -p no:cacheprovider -o timeout=1200 backends/tpu/tests
 	@.venv-tpu/bin/python tools/tpu_report.py --kit --compile
+
+# The browser's driver has an environment of its own; the browser is the system's.
+test-ui: install
+	@CHROMIUM="$(CHROMIUM)" tools/test_ui.sh
 
 bench: install
 	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python tools/make_models.py --gguf-only smollm2) || exit 1; \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv and install Oarlock with the cpu backend into it; with "test", also the simulated devices and what tests need.
+# Make .venv and install Oarlock with the cpu backend and the page for browsers into it; with "test", also the simulated devices and what tests need.
 # Idempotent: a stamp holds a hash of everything that decides what is installed, and an equal stamp ends the script at once.
 #
 #   tools/install.sh run|test        PYTHON=python3.12  VENV=.venv  TORCH=torch==2.13.0
@@ -16,7 +16,7 @@ fail() { echo "install: $*" >&2; exit 1; }
 
 # The cpu backend compiles its sources, so they count too.
 mapfile -t sources < <(find backends/cpu/setup.py backends/cpu/csrc -type f 2>/dev/null | sort)
-run_inputs=(pyproject.toml backends/cpu/pyproject.toml tools/install.sh "${sources[@]}")
+run_inputs=(pyproject.toml backends/cpu/pyproject.toml plugins/ui/pyproject.toml tools/install.sh "${sources[@]}")
 compiler=$(command -v "${CXX:-c++}" || command -v g++ || echo none)
 version=$("$compiler" --version 2>/dev/null | head -n 1) || true  # a newer one may compile what the older could not
 key_of() { { echo "$torch $compiler $version ${OARLOCK_CPU_KERNELS:-}"; sha256sum "$@"; } | sha256sum | cut -d' ' -f1; }
@@ -52,7 +52,7 @@ EOF
   "${pip[@]}" "$torch" "setuptools>=77" wheel ninja numpy
 fi
 
-packages=(-e . -e backends/cpu)
+packages=(-e . -e backends/cpu -e plugins/ui)
 if [ "$what" = test ]; then
   packages=(-e ".[test]" -e backends/cpu)
   for plugin in plugins/*/ backends/xpu/ backends/neuron/; do

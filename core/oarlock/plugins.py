@@ -158,11 +158,11 @@ def _validate_parts(options: Sequence[OptionSpec], extensions: Sequence[Extensio
     for option in options:
         if not isinstance(option, OptionSpec):
             raise PluginError(f"{distribution}: options() yielded {type(option).__name__} instead of OptionSpec")
-        if not re.fullmatch(r"[a-z][a-z0-9]*", option.namespace) or not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", option.name):
-            raise PluginError(f"{distribution}: --{option.namespace}-{option.name} is no name for an option; take lower case and single dashes")
+        if not re.fullmatch(r"[a-z][a-z0-9]*", option.namespace) or not re.fullmatch(r"([a-z][a-z0-9]*(-[a-z0-9]+)*)?", option.name):
+            raise PluginError(f"{distribution}: --{option.flag} is no name for an option; take lower case and single dashes")
         kind = {"str": str, "int": int, "float": float, "bool": bool}.get(option.type)
         if kind is None or (option.default is not None and type(option.default) is not kind):
-            raise PluginError(f"{distribution}: --{option.namespace}-{option.name} is of type {option.type!r} with default {option.default!r}")
+            raise PluginError(f"{distribution}: --{option.flag} is of type {option.type!r} with default {option.default!r}")
     kinds = get_args(get_type_hints(Extension)["kind"])
     for part in extensions:
         if not isinstance(part, Extension):

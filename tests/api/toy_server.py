@@ -90,10 +90,11 @@ async def toy_server(
     summary: Any = SUMMARY,
     options: dict[str, Any] | None = None,
     routes: tuple[Callable[[Any], None], ...] = (),
+    api_keys: tuple[str, ...] = (),
     **facts: Any,
 ) -> AsyncIterator[Toy]:
     engine = engine or EngineConfig(ModelConfig(MODEL), device=DeviceConfig(options=options or {}))
-    server = server or ServerConfig()
+    server = server or ServerConfig(api_keys=api_keys)
     tokenizer = tokenizer or ToyTokenizer()
     client = PumpedClient(script or says("hello"), step_s, engine_info=info(**facts))
     state = ServerState(engine, server, server.api_keys)

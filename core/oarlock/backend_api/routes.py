@@ -88,6 +88,7 @@ class BytesReply:
 
     data: bytes
     media_type: str
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class Route:
     fields: RouteFields | None = None  # POST: of the JSON body; None: there is none
     takes_bytes: bool = False  # POST: the body is taken as it comes, up to --max-body-bytes
     takes_x_api_key: bool = False  # the key may come in the header X-API-Key, too; for all routes below the path
+    is_page: bool = False  # for people: a 401 asks the browser for the key, as HTTP Basic's password; it then counts for all that the page fetches
     generates: bool = False  # what it refuses counts as a refused request
     # (status, error) -> body, where it is not {"error": error}; `error` has message, type, param, code and request_id. For all routes below the path
     error_body: Callable[[int, dict[str, Any]], Any] | None = None

@@ -56,16 +56,21 @@ def always(**_: Any) -> Support:
 
 @dataclass(frozen=True, slots=True)
 class OptionSpec:
-    """A namespaced option of a plugin: `--<namespace>-<name>`, and the keyword `<namespace>_<name>` of `LLM(...)`.
+    """A namespaced option of a plugin: `--<namespace>-<name>`, and the keyword `<namespace>_<name>` of `LLM(...)`. Without a name: `--<namespace>`.
 
     Its value, typed or default, is `Device.options["<namespace>_<name>"]` and `config.device.options[...]`.
     """
 
     namespace: str  # lower-case letters and digits, "sim"
-    name: str  # the same, and single dashes: "max-steps"
+    name: str  # the same, and single dashes: "max-steps"; "": the switch that turns the plugin itself on or off
     type: Literal["str", "int", "float", "bool"]
     default: Any  # of that type; None: unset
     help: str
+
+    @property
+    def flag(self) -> str:
+        """As it is typed, without the dashes in front."""
+        return f"{self.namespace}-{self.name}" if self.name else self.namespace
 
 
 @dataclass(frozen=True, slots=True)

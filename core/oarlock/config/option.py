@@ -20,6 +20,7 @@ Kind = Literal["str", "int", "float", "bool", "length", "bytes", "gib", "object"
 Fate = Literal["live", "obsolete", "refused"]
 Origin = Literal["cli", "llm"]
 
+SHORT = ("q", "tp", "pp")  # names that take a single dash
 UNSET = ("None", "")  # these spell "unset" where unset is possible
 _LENGTH_UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _BYTE_UNITS = {"": 1, "b": 1}
@@ -42,7 +43,7 @@ class Option:
     help: str
     target: str | None = None  # "cache.block_size"; None: refused, or nothing left to set
     group: str = ""  # heading in the help and in docs/flags.md
-    aliases: tuple[str, ...] = ()  # other spellings; one or two letters take a single dash
+    aliases: tuple[str, ...] = ()  # other spellings
     choices: tuple[Any, ...] = ()
     built: tuple[Any, ...] | None = None  # None: every choice
     feature: str = ""  # what is not built, for the error
@@ -69,7 +70,7 @@ class Option:
 
 def flag(name: str) -> str:
     """How a name is spelt on a command line."""
-    return f"-{name}" if len(name) <= 2 else f"--{name}"
+    return f"-{name}" if name in SHORT else f"--{name}"
 
 
 def spell(option: Option, value: Any, origin: Origin) -> str:

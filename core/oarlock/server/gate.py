@@ -7,6 +7,8 @@ Never: reads a body; lets a path but the three open ones pass without a key.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import uuid
@@ -66,15 +68,39 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def accept(self, authorization: bytes | None, api_key: bytes | None = None) -> bool:
-        """`authorization`: Bearer KEY; `api_key`: the header X-API-Key, where it is taken. One of them must be right."""
-        scheme, _, token = (authorization or b"").partition(b" ")
+    def accept(self, *sent: bytes) -> bool:
+        """Whether one of what was sent is a key; b"" is none."""
         found = False
-        for sent in (token if scheme.lower() == b"bearer" else b"", api_key or b""):
-            digest = hashlib.sha256(sent.strip()).digest()
+        for key in sent:
+            digest = hashlib.sha256(key.strip()).digest()
             for known in self._digests:
-                found |= bool(sent) and hmac.compare_digest(digest, known)
+                found |= bool(key) and hmac.compare_digest(digest, known)
         return found
+
+
+def _sent_keys(scope: Scope, *, x_api_key: bool, basic: bool) -> tuple[bytes, ...]:
+    """What came as a key: Bearer KEY, the header X-API-Key, the password of HTTP Basic. The last two only where they are taken."""
+    scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+    keys: tuple[bytes, ...]
+    match scheme.lower():
+        case b"bearer":
+            keys = (token,)
+        case b"basic" if basic and _is_own_page(scope):
+            try:
+                keys = (base64.b64decode(token).partition(b":")[2],)
+            except binascii.Error:
+                keys = ()
+        case _:
+            keys = ()
+    return (*keys, header(scope, b"x-api-key") or b"") if x_api_key else keys
+
+
+def _is_own_page(scope: Scope) -> bool:
+    """Whether no page of another site made a browser send this. A browser adds the password by itself, whoever asks."""
+    if (site := header(scope, b"sec-fetch-site")) is not None:
+        return site in (b"same-origin", b"none")
+    origin = header(scope, b"origin")  # an older browser, or plain HTTP: reads give away nothing to the other page, and writes have an origin
+    return origin is None or origin.partition(b"://")[2] == header(scope, b"host")
 
 
 class Gate:
@@ -118,12 +144,13 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         path = route_path(scope)
-        also = self._state.takes_x_api_key(path)
-        if self._keys and path not in OPEN_PATHS and not self._keys.accept(header(scope, b"authorization"), header(scope, b"x-api-key") if also else None):
-            return ApiError(
-                401, "The API key is missing or wrong; send it as Authorization: Bearer KEY.", code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
+        if self._keys and path not in OPEN_PATHS:
+            sent = _sent_keys(scope, x_api_key=self._state.takes_x_api_key(path), basic=bool(self._state.browser_paths))
+            if not self._keys.accept(*sent):
+                text, ask = "The API key is missing or wrong; send it as Authorization: Bearer KEY.", "Bearer"
+                if path in self._state.browser_paths:
+                    text, ask = "This page needs the API key: give it as the password, with any user name.", 'Basic realm="Oarlock", charset="UTF-8"'
+                return ApiError(401, text, code="invalid_api_key", headers={"WWW-Authenticate": ask})
         if path in ANY_PHASE:
             return None
         return self._state.not_serving()

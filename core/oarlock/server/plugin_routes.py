@@ -94,6 +94,8 @@ class PluginServer:
         start = route.path.partition("/{")[0]
         if route.error_body is not None:
             self._state.error_bodies[start] = route.error_body
+        if route.is_page:
+            self._state.browser_paths.add(route.path)
         if route.takes_x_api_key:
             self._state.x_api_key_paths.add(start)
 
@@ -229,7 +231,7 @@ class _PluginAnswer(Response):
             await self._stream(reply, send)
             return
         status, data, kind = (reply.status, encode(reply.value), "application/json") if isinstance(reply, JsonReply) else (200, reply.data, reply.media_type)
-        headers = {**self._extra, **(reply.headers if isinstance(reply, JsonReply) else {})}
+        headers = {**self._extra, **reply.headers}
         await send(response_start(status, kind.encode("latin-1"), len(data), headers.items()))
         await send({"type": "http.response.body", "body": data})
 

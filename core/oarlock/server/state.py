@@ -98,6 +98,7 @@ class ServerState:
         self.bodies = BodyMemory(MAX_BODIES * server.max_body_bytes)
         self.heard_s = 0.0  # time.monotonic() of the engine's last message, or of the first prompt after a pause
         self.error_bodies: dict[str, Callable[[int, dict[str, Any]], Any]] = {}  # beginning of a path -> its errors' form, where it has one
+        self.browser_paths: set[str] = set()  # pages: a 401 asks for the key as HTTP Basic's password, which then counts on every path
         self.x_api_key_paths: set[str] = set()  # beginnings of paths whose clients may send the key as X-API-Key
         # Set by `ready`:
         self.llm: Any = None

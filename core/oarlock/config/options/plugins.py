@@ -20,7 +20,7 @@ TARGET = "device.options."
 
 def keyword(spec: OptionSpec) -> str:
     """The key in `Device.options`, and the keyword of `LLM(...)`."""
-    return f"{spec.namespace}-{spec.name}".replace("-", "_")
+    return spec.flag.replace("-", "_")
 
 
 def plugin_options(taken: Collection[str], catalogue: Catalogue | None = None) -> dict[str, Option]:
@@ -33,7 +33,7 @@ def plugin_options(taken: Collection[str], catalogue: Catalogue | None = None) -
     owner: dict[str, str] = dict.fromkeys(taken, "oarlock itself")
     for plugin in (installed() if catalogue is None else catalogue).plugins:
         for spec in plugin.options:
-            name = f"{spec.namespace}-{spec.name}"
+            name = spec.flag
             if name in owner:
                 raise PluginError(f"option --{name} comes from {owner[name]} and {plugin.distribution}; uninstall one")
             owner[name] = plugin.distribution
