@@ -7,16 +7,19 @@ PORT   ?= 8000
 MODEL  ?=
 ARGS   ?=
 CHROMIUM ?=
+REQUESTS    ?= 50000
+SEED        ?= 1
+FUZZ_DEVICE ?= null
 BIN    := $(VENV)/bin
 
 # Processes that tests run in side by side. A worker of pytest takes about 1 GiB.
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ "$$n" -gt 4 ] && echo 4 || echo "$$n")
 # Cheapest first. Folders that do not exist yet are left out.
-TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/*/tests plugins/*/tests tests/api tests/e2e)
+TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/*/tests plugins/*/tests tests/api tests/reliability tests/e2e)
 
 export VENV PYTHON TORCH
 
-.PHONY: help install serve test test-full test-tpu test-ui bench wheels lint clean
+.PHONY: help install serve test test-full test-tpu test-ui fuzz bench wheels lint clean
 
 help:
 	@echo "make install     make $(VENV) with everything that tests need; does nothing when nothing changed"
@@ -25,6 +28,7 @@ help:
 	@echo "make test-full   all tests"
 	@echo "make test-tpu    what of the tpu backend can be tested without a TPU, in an environment of its own; writes docs/tpu.md"
 	@echo "make test-ui     the page at / in a headless Chromium, which must be here: [CHROMIUM=/path/to/chromium]"
+	@echo "make fuzz        50,000 mutated requests to a server: [REQUESTS=50000] [SEED=1] [FUZZ_DEVICE=null]; writes docs/reliability/fuzz.<device>.json"
 	@echo "make bench       throughput and latency of the small chat model on this machine"
 	@echo "make wheels      a wheel of each distribution in dist/, that of the cpu backend with its kernels"
 	@echo "make lint        ruff and mypy"
@@ -60,6 +64,10 @@ test-tpu:
 # The browser's driver has an environment of its own; the browser is the system's.
 test-ui: install
 	@CHROMIUM="$(CHROMIUM)" tools/test_ui.sh
+
+# See docs/reliability.md. About three minutes on the null device.
+fuzz: install
+	@$(BIN)/python tests/reliability/fuzz.py --requests $(REQUESTS) --seed $(SEED) --device $(FUZZ_DEVICE) --out docs/reliability/fuzz.$(FUZZ_DEVICE).json
 
 bench: install
 	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python tools/make_models.py --gguf-only smollm2) || exit 1; \

@@ -127,9 +127,10 @@ class StructuredOutputs:
     def _choices(self, value: Any) -> tuple[str, ...]:
         if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
             raise self._wrong("choice", "a list of strings")
-        choices = tuple(dict.fromkeys(value))
+        choices = tuple(value)
         if not choices or not all(isinstance(text, str) and text for text in choices):
             raise InvalidParameter(f"{self.param}: choice must list at least one string, and no empty one.", param=self.param)
+        choices = tuple(dict.fromkeys(choices))
         if (size := sum(map(len, choices))) > MAX_CHARS:
             raise InvalidParameter(f"{self.param}: choice has {size} characters, but the limit is {MAX_CHARS}; shorten it.", param=self.param)
         return choices

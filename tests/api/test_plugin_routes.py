@@ -11,9 +11,10 @@ import pytest
 from oarlock.backend_api import BytesReply, EventReply, JsonReply, Route, RouteCall, RouteError, RouteFields, RouteServer
 from oarlock.config.sections import ServerConfig
 from oarlock.errors import PluginError
+from oarlock.messages import EngineOutput, ErrorInfo
 from oarlock.server.state import Phase
 from toy_frontend import says
-from toy_server import MODEL, events, refused, strict, toy_server
+from toy_server import MODEL, PumpedClient, events, refused, strict, toy_server
 
 pytestmark = pytest.mark.asyncio
 
@@ -161,6 +162,38 @@ async def test_an_open_stream_ends_with_an_error_event_and_frees_what_it_held() 
         assert blocks[-2] == "data: [DONE]" and blocks[-3].startswith("event: error\ndata: ")
         assert strict(blocks[-3].partition("data: ")[2])["error"]["code"] == "shutting_down"
         assert plugin.closed == 1 and toy.state.num_prompts == 0
+
+
+@pytest.mark.parametrize(("kind", "status", "type_"), [("request", 400, "invalid_request_error"), ("step", 500, "server_error")])
+async def test_an_error_in_another_routes_stream_keeps_whose_fault_it_is(kind: Any, status: int, type_: str) -> None:
+    """A route that reads a stream and answers whole, as Messages does, tells the client's fault from the server's."""
+
+    class Failing(PumpedClient):
+        def _advance(self, request_id: str) -> list[EngineOutput]:
+            outputs = super()._advance(request_id)
+            if self.num_steps < 3:
+                return outputs
+            self.open.clear()
+            return [EngineOutput(request_id, finish_reason="error", error=ErrorInfo("tools: nothing fits", kind=kind, param="tools"))]
+
+    async def whole(call: RouteCall) -> JsonReply:
+        async with contextlib.aclosing(plugin.server.stream("/v1/completions", call.values, call.request_id)) as chunks:
+            return JsonReply([chunk async for chunk in chunks])
+
+    plugin = Plugin()
+    async with toy_server(says("hello"), routes=(plugin.add, lambda server: server.add(Route("POST", "/toy/read", whole, FIELDS, generates=True)))) as toy:
+        toy.engine.__class__ = Failing
+        for path in ("/toy/read", "/toy/stream"):
+            toy.engine.num_steps = 0
+            response = await toy.http.post(path, json={"model": MODEL, "prompt": "hi"})
+            error = refused(response, "tools" if status == 400 else None, status) if path == "/toy/read" else events_error(response)
+            assert error["type"] == type_
+
+
+def events_error(response: Any) -> Any:
+    """The error at the end of a stream that had begun."""
+    assert response.status_code == 200
+    return strict(response.text.split("\n\n")[-3].partition("data: ")[2])["error"]
 
 
 async def test_a_call_that_is_cancelled_ends_its_request() -> None:

@@ -403,7 +403,7 @@ async def test_large_answers_are_written_off_the_loop(monkeypatch: pytest.Monkey
     monkeypatch.setattr(answer, "encode", lambda value: seen.append((threading.current_thread(), value)) or write(value))
     monkeypatch.setattr(answer, "THREAD_ENTRIES", 3)
     async with toy_server(says("hello")) as toy:
-        for fields in ({"max_tokens": 3}, {"max_tokens": 4}, {"prompt_logprobs": 1, "max_tokens": 1}):
-            assert (await toy.completion(logprobs=0, **fields)).status_code == 200
+        for fields in ({"max_tokens": 3}, {"max_tokens": 4}, {"prompt_logprobs": 1, "max_tokens": 1}, {"logprobs": 2, "max_tokens": 2}):
+            assert (await toy.completion(**{"logprobs": 0, **fields})).status_code == 200
     threads = [thread for thread, value in seen if "choices" in value]
-    assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
+    assert [thread is threading.main_thread() for thread in threads] == [True, False, False, False]

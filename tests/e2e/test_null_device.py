@@ -176,6 +176,14 @@ def test_penalties_act_on_the_tokens_that_were_there(make):
     assert tokens(llm, [[40]], SamplingParams(**base, frequency_penalty=2.0)) == [[50, 51]]
 
 
+def test_structured_output_is_kept_to(make):
+    llm = make()
+    for fields in ({}, {"n": 2, "temperature": 1.0}, {"presence_penalty": 2.0}, {"use_beam_search": True, "n": 2, "temperature": 0}):
+        params = SamplingParams(max_tokens=20, structured_outputs={"choice": ["positive", "negative"]}, **fields)
+        (out,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+        assert {c.text for c in out.outputs} <= {"positive", "negative"} and {c.finish_reason for c in out.outputs} == {"stop"}
+
+
 def test_branches_agree_and_beams_are_the_cheapest_sequences(make):
     llm = make()
     (out,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.9, n=3, max_tokens=9, ignore_eos=True), use_tqdm=False)

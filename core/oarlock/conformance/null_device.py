@@ -162,7 +162,7 @@ class NullExecutor(Executor):
 
     def _sample(self, row: ScheduledRow, known: Known, result: ModelRunnerOutput) -> None:
         p, count = known.new.params, len(known.tokens)
-        token = self._choose(known, row.banned_token_ids)
+        token = self._choose(known, row)
         if token is None:
             result.failed[row.branch_id] = "no token is allowed"
             return
@@ -170,7 +170,7 @@ class NullExecutor(Executor):
         top = -1 if p.logprobs is None else p.logprobs if p.logprobs >= 0 else self.summary.vocab_size
         if p.use_beam_search:  # the engine drops banned candidates, and must still find two for each beam
             some = 2 * p.num_branches + len(row.banned_token_ids)
-            top = max(top, some if p.allowed_token_ids is None else self.summary.vocab_size)
+            top = max(top, some if p.allowed_token_ids is None and not row.mask else self.summary.vocab_size)
         elif p.num_branches > p.n:
             top = max(top, 0)
         if top >= 0:
@@ -178,17 +178,19 @@ class NullExecutor(Executor):
         if not p.use_beam_search:  # beams are extended by the engine
             known.append((token,))
 
-    def _choose(self, known: Known, banned: tuple[int, ...]) -> int | None:
-        """The best token after penalties, biases and bans; the lower id wins a tie. None: every token is banned. O(tokens that differ)."""
-        p, vocab = known.new.params, self.summary.vocab_size
+    def _choose(self, known: Known, row: ScheduledRow) -> int | None:
+        """The best token after penalties, biases, bans and mask; the lower id wins a tie. None: none is allowed. O(tokens that differ or are not allowed)."""
+        p, vocab, banned, mask = known.new.params, self.summary.vocab_size, frozenset(row.banned_token_ids), row.mask
         best = next_token(known.sums[-1], len(known.tokens), vocab)
         penalised = p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
-        special = {*banned, *dict(p.logit_bias), *(known.tokens if penalised else ())}
-        plain = (v for v in ((best + d) % vocab for d in range(vocab)) if v not in special)
-        candidates = {*special, *([first] if (first := next(plain, None)) is not None else ())} - set(banned)
-        if p.allowed_token_ids is not None:
-            candidates = set(p.allowed_token_ids) - set(banned)
-        scored = [(-self._logit(v, best, known), v) for v in candidates]
+        special = {*dict(p.logit_bias), *(known.tokens if penalised else ())}
+
+        def may_follow(v: int) -> bool:
+            return v not in banned and (not mask or bool(mask[v >> 3] >> (v & 7) & 1))
+
+        plain = (v for v in ((best + d) % vocab for d in range(vocab)) if v not in special and may_follow(v))
+        candidates = {*special, *([first] if (first := next(plain, None)) is not None else ())} if p.allowed_token_ids is None else set(p.allowed_token_ids)
+        scored = [(-self._logit(v, best, known), v) for v in candidates if may_follow(v)]
         return min(scored)[1] if scored else None
 
     def _logit(self, token: int, best: int, known: Known) -> float:

@@ -118,8 +118,8 @@ class Answer(Response, abc.ABC):
             for output in outputs:
                 self._count_prompt(output)
                 self._count_finished(output, [len(choice.token_ids) for choice in output.outputs], _reasons(output, self.request_id))
-            positions = sum(len(choice.logprobs or ()) for output in outputs for choice in output.outputs)
-            large = opened.entries + positions > THREAD_ENTRIES or (self.reads_text and sum(len(c.text) for o in outputs for c in o.outputs) > THREAD_CHARS)
+            entries = sum(sum(map(len, choice.logprobs or ())) for output in outputs for choice in output.outputs)
+            large = opened.entries + entries > THREAD_ENTRIES or (self.reads_text and sum(len(c.text) for o in outputs for c in o.outputs) > THREAD_CHARS)
             body = await in_text_thread(functools.partial(self._body, outputs)) if large else self._body(outputs)
         except BaseException as exc:  # noqa: BLE001  whatever it is, the client is told or the exception goes on
             await send_error(send, self._failure(opened, exc))

@@ -30,6 +30,7 @@ from oarlock.server.state import OpenRequest, ServerState
 
 log = logging.getLogger("oarlock.server")
 Inner = Callable[[Request], Awaitable[Response]]
+_EVENT_STATUS = {"invalid_request_error": 400, "rate_limit_error": 429}  # an error in a stream has no status of its own: its type says whose it is
 KINDS: dict[str, Kind] = {
     "boolean": kinds.boolean,
     "integer": kinds.integer,
@@ -134,7 +135,7 @@ class PluginServer:
                         continue
                     value = msgspec.json.decode(data)
                     if type(value.get("error")) is dict:
-                        raise _as_route_error(500, value["error"])
+                        raise _as_route_error(_EVENT_STATUS.get(value["error"]["type"], 500), value["error"])
                     yield value
         if status >= 400:
             raise _as_route_error(status, msgspec.json.decode(rest)["error"])
@@ -186,7 +187,7 @@ class PluginServer:
 
 
 def _as_route_error(status: int, error: Mapping[str, Any]) -> RouteError:
-    """Another route's envelope. One in a stream has no status of its own: its code says what happened."""
+    """Another route's envelope. In a stream the code alone tells the end of the server from a failed step."""
     if status == 500 and error["code"] in ("loading", "shutting_down", "engine_dead"):
         status = 503
     return RouteError(status, error["message"], error["param"], error["code"], error["type"], counted=True)
