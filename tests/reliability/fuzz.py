@@ -16,6 +16,7 @@ import contextlib
 import copy
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -338,7 +339,7 @@ def main() -> int:
         if rise > MAX_SLOPE and given.requests >= JUDGED_FROM:
             fuzz.tally.defect(None, f"memory grows by {rise:.0f} bytes a request over the last half")
         report = {"device": given.device, **report, "defects": fuzz.tally.defects}
-        text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+        text = re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", json.dumps(report, indent=1, ensure_ascii=False)) + "\n"
         if given.out:
             given.out.parent.mkdir(parents=True, exist_ok=True)
             given.out.write_text(text, encoding="utf-8")
