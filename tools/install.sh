@@ -21,7 +21,7 @@ compiler=$(command -v "${CXX:-c++}" || command -v g++ || echo none)
 version=$("$compiler" --version 2>/dev/null | head -n 1) || true  # a newer one may compile what the older could not
 key_of() { { echo "$torch $compiler $version ${OARLOCK_CPU_KERNELS:-}"; sha256sum "$@"; } | sha256sum | cut -d' ' -f1; }
 run_key=$(key_of "${run_inputs[@]}")
-test_key=$(key_of "${run_inputs[@]}" {plugins/*,backends/xpu,backends/neuron,backends/tpu}/pyproject.toml)
+test_key=$(key_of "${run_inputs[@]}" {plugins/*,backends/cuda,backends/xpu,backends/neuron,backends/tpu}/pyproject.toml)
 is_stamped() { [ -f "$venv/.installed-$1" ] && [ "$(cat "$venv/.installed-$1")" = "$2" ]; }
 if [ "$what" = run ]; then is_stamped run "$run_key" && exit 0; else is_stamped test "$test_key" && exit 0; fi
 
@@ -55,7 +55,7 @@ fi
 packages=(-e . -e backends/cpu -e plugins/ui)
 if [ "$what" = test ]; then
   packages=(-e ".[test]" -e backends/cpu)
-  for plugin in plugins/*/ backends/xpu/ backends/neuron/; do
+  for plugin in plugins/*/ backends/cuda/ backends/xpu/ backends/neuron/; do
     [ -f "${plugin}pyproject.toml" ] && packages+=(-e "${plugin%/}")
   done
 fi

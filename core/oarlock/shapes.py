@@ -4,9 +4,9 @@ Owns: `BucketTable`, `StepKey` and the shape policy that both ends build from on
 Reads: nothing.
 Never: sees tensors, requests or device names.
 
-Every step is a padded step. A device with dynamic shapes has the *exact* policy, whose padding is zero. A bucketed
-device has the *bucketed* policy: a batch is cut in two regions, decode rows first (one token each, token i is row i),
-then chunk rows.
+Every step is a padded step. A device with dynamic shapes has the *exact* policy, whose padding is zero; one that captures
+decodes pads those alone, as far as its table goes. A bucketed device has the *bucketed* policy: a batch is cut in two regions,
+decode rows first (one token each, token i is row i), then chunk rows.
 
     tokens   |d d d d . .|c c c c c|c c c . .|
     rows      0 1 2 3 p p     6         7       p: padded row (seq_len 0)
@@ -35,7 +35,8 @@ class StepKey:
 
 @dataclass(frozen=True, slots=True)
 class BucketTable:
-    """What a worker declares. Empty tuples everywhere: dynamic shapes, nothing is padded.
+    """What a worker declares. Empty tuples everywhere: dynamic shapes, nothing is padded. `decode_rows` and `blocks` alone: dynamic
+    shapes, and steps that only decode are padded where they fit.
 
     Each tuple is ascending; the last entry is the largest that fits.
     """
@@ -49,18 +50,19 @@ class BucketTable:
 
     @property
     def is_exact(self) -> bool:
-        return not self.decode_rows
+        """Whether any step can run in its own shape."""
+        return not self.chunk_rows
 
     def __post_init__(self) -> None:
         for name in ("decode_rows", "chunk_rows", "chunk_tokens", "chunk_lens", "blocks", "out_rows"):
             values = getattr(self, name)
             if list(values) != sorted(set(values)) or any(v < 1 for v in values):
                 raise ValueError(f"BucketTable.{name} must ascend and be positive, got {values}")
-        filled = [bool(self.decode_rows), bool(self.chunk_rows), bool(self.chunk_tokens), bool(self.chunk_lens), bool(self.blocks), bool(self.out_rows)]
+        decodes, chunks = (self.decode_rows, self.blocks), (self.chunk_rows, self.chunk_tokens, self.chunk_lens, self.out_rows)
         if len(self.out_rows) > 1:
             raise ValueError(f"BucketTable.out_rows takes one size, got {self.out_rows}: prompt positions are always scored so many at once")
-        if any(filled) and not all(filled):
-            raise ValueError("a BucketTable is either empty or has entries on every axis")
+        if any(chunks) and not all((*decodes, *chunks)) or any(decodes) and not all(decodes):
+            raise ValueError("a BucketTable has entries on every axis, on decode_rows and blocks alone, or on none")
 
 
 def bucket(value: int, buckets: Sequence[int]) -> int:
@@ -106,7 +108,7 @@ class ShapePolicy:
         """
         t = self.table
         longest = max(chunk_lens, default=1)
-        if t.is_exact:
+        if t.is_exact and (chunk_lens or not t.decode_rows or num_decodes > t.decode_rows[-1] or blocks > t.blocks[-1]):
             return StepKey(num_decodes + sum(chunk_lens), num_decodes + len(chunk_lens), max(blocks, 1), longest, num_decodes)
         # A chunk step always carries a decode region, so that there are few programs.
         decode_rows = bucket(max(num_decodes, 1), t.decode_rows)
@@ -117,10 +119,8 @@ class ShapePolicy:
         return StepKey(decode_rows + tokens, decode_rows + rows, width, bucket(longest, t.chunk_lens), decode_rows)
 
     def keys(self) -> Iterator[StepKey]:
-        """Every key that `fit` can yield, for warm-up. Empty under the exact policy."""
+        """Every padded key that `fit` can yield, for warm-up. None where nothing is padded."""
         t = self.table
-        if t.is_exact:
-            return
         for decode_rows, width in product(t.decode_rows, t.blocks):
             yield StepKey(decode_rows, decode_rows, width, 1, decode_rows)
             for tokens, rows, length in product(t.chunk_tokens, t.chunk_rows, t.chunk_lens):

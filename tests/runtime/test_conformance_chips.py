@@ -1,4 +1,4 @@
-"""xpu and neuron under the kit, and beside other packages: over a stand-in for torch.xpu and the strict compiler. Not hardware.
+"""cuda, xpu and neuron under the kit, and beside other packages: over stand-ins for torch.cuda and torch.xpu, and the strict compiler. Not hardware.
 
 Levels 0 and 1 whole; of the others a few cases, for each program is recorded, or exported, operator by operator here: the rest is
 `make test-full`. That neuron's compiled programs of a whole model serve is shown by tests/e2e/test_chip_backends.py.
@@ -15,12 +15,14 @@ from oarlock.conformance import kit
 from oarlock.errors import BackendUnavailable, PluginError
 from oarlock.plugins import discover, select_device
 
+pytest.importorskip("oarlock_cuda")
 pytest.importorskip("oarlock_xpu")
 pytest.importorskip("oarlock_neuron")
 from oarlock_neuron import host as neuron_host
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "backends/xpu/tests"))
-xpu_stub = importlib.import_module("xpu_stub")
+for folder in ("cuda", "xpu"):
+    sys.path.insert(0, str(Path(__file__).parents[2] / f"backends/{folder}/tests"))
+cuda_stub, xpu_stub = (importlib.import_module(name) for name in ("cuda_stub", "xpu_stub"))
 
 
 def passed(device: str, levels: str, pattern: str) -> int:
@@ -29,6 +31,19 @@ def passed(device: str, levels: str, pattern: str) -> int:
     bad = [(r.id, r.detail) for r in report.results if r.status in ("fail", "error", "xpass", "timeout")]
     assert not bad
     return sum(r.status == "pass" for r in report.results)
+
+
+@pytest.mark.parametrize(
+    ("levels", "pattern", "least"),
+    [
+        ("0-1", "", 20),
+        ("4", r"graph_runner|as_eager|float32,dense,(greedy|overlapped|programs)", 5),
+        pytest.param("2-4", "", 100, marks=pytest.mark.full),
+    ],
+)
+def test_cuda(tmp_path, monkeypatch, levels, pattern, least):
+    cuda_stub.put_in_place(tmp_path, monkeypatch)
+    assert passed("cuda", levels, pattern) >= least
 
 
 @pytest.mark.parametrize(
@@ -63,9 +78,10 @@ def test_neuron(tmp_path, monkeypatch, levels, pattern, least):
 # ---------------------------------------------------------------- installed together
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Both vendors' hardware is looked for below one folder."""
+    """All vendors' hardware is looked for below one folder."""
     monkeypatch.delenv(neuron_host.SIMULATE, raising=False)
     monkeypatch.setattr(neuron_host, "ROOT", tmp_path)
+    cuda_stub.machine(tmp_path, monkeypatch, None)
     made = xpu_stub.Machine(tmp_path, monkeypatch)
     (tmp_path / "dev").mkdir()
     return made
@@ -73,7 +89,7 @@ def machine(tmp_path, monkeypatch):
 
 def test_auto_takes_the_card_where_there_is_one_and_the_processor_where_there_is_none(machine, monkeypatch):
     found = discover(hints=())
-    assert {"cpu", "xpu", "neuron"} <= {row.device for row in found.rows()}
+    assert {"cpu", "cuda", "xpu", "neuron"} <= {row.device for row in found.rows()}
     assert select_device("auto", found).spec.name == "cpu"
     machine()
     monkeypatch.setattr("oarlock_xpu.host.torch_problem", lambda: "")
@@ -107,7 +123,7 @@ def test_a_simulated_device_is_taken_only_by_name(machine, monkeypatch):
     assert "simulated on the host" in select_device("neuron", found).probe.reason
 
 
-@pytest.mark.parametrize("device", ["xpu", "neuron"])
+@pytest.mark.parametrize("device", ["cuda", "xpu", "neuron"])
 def test_what_core_knows_as_hardware_is_never_nothing_to_the_probe(machine, monkeypatch, device):
     """Else `auto` would pass over it to the processor, for a probe's no_hardware outweighs core's hint."""
     import tomllib
@@ -118,7 +134,7 @@ def test_what_core_knows_as_hardware_is_never_nothing_to_the_probe(machine, monk
     probe = next(row.spec.probe for row in discover(hints=()).rows() if row.device == device)
     assert probe().status == "no_hardware"
     for match in hints:
-        for prefix in match["devices"]:
+        for prefix in match.get("devices", ["0x2335"]):
             folder = machine(prefix.ljust(6, "0"), vendor_id=match["vendor"], kind=f"{match.get('class', '0x08')}8000")
             assert probe().status in ("available", "driver_problem", "unsupported"), prefix
             (folder / "vendor").write_text("0x0000")

@@ -43,6 +43,7 @@ CLAIMS = Claims(dtypes=("bfloat16",), block_sizes=(16,), memory_bytes=2 << 30)
         (CLAIMS, {"dtype": "half"}, ["--dtype float16: fast computes in bfloat16"]),
         (CLAIMS, {"threads": 2}, ["--threads 2"]),
         (CLAIMS, {"kv_cache_memory": "3GiB"}, ["--kv-cache-memory 3.00 GiB: fast has 2.00 GiB in all"]),
+        (Claims(num_devices=2), {"tensor_parallel_size": 3}, ["--tensor-parallel-size 3: devices of fast here: 2"]),
         (Claims(default_swap_bytes=0), {"preemption_mode": "swap"}, ["--preemption-mode swap", "--swap-space"]),
     ],
 )
@@ -56,6 +57,7 @@ def test_what_a_probe_does_not_claim_is_left_to_the_device() -> None:
     for values in ({"block_size": 8}, {"dtype": "half"}, {"kv_cache_memory": "3GiB"}, {"preemption_mode": "swap"}, {"enforce_eager": True}):
         check_claims(Claims(), config(**values), "fast")
         check_claims(None, config(**values), "fast")
+    check_claims(Claims(num_devices=2), config(tensor_parallel_size=2), "fast")
     check_claims(CLAIMS, config(block_size=16, dtype="bfloat16", kv_cache_memory="1GiB"), "fast")
 
 

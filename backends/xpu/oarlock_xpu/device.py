@@ -12,16 +12,15 @@ import logging
 
 import torch
 from oarlock.backend_api import Capabilities
-from oarlock.backend_api.runtime import Device, few_buckets
+from oarlock.backend_api.runtime import Device, decode_buckets
 
 from oarlock_xpu import plugin, vendor
 
 log = logging.getLogger("oarlock.xpu")
-_CHUNK_TOKENS = (128, 512, 2048)
 
 
 class XpuDevice(Device):
-    """One card. Captures programs for fixed shapes where that works, else runs every step as it is."""
+    """One card. Captures steps that only decode where that works; every other step runs as it is."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -36,10 +35,8 @@ class XpuDevice(Device):
 
     @functools.cached_property
     def _capabilities(self) -> Capabilities:
-        captures = not self._graph_problem
         return Capabilities(
-            execution="capture" if captures else "eager",
-            dynamic_shapes=not captures,
+            execution="eager" if self._graph_problem else "capture",
             dtypes=plugin.DTYPES,
             block_sizes=plugin.BLOCK_SIZES,
             pinned_memory=vendor.can_pin(),
@@ -70,11 +67,7 @@ class XpuDevice(Device):
             raise
 
     def buckets(self, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> dict[str, tuple[int, ...]]:
-        """Powers of two for decode rows, so that a step is at most doubled; few sizes elsewhere, for each combination is captured."""
-        if self._graph_problem:
-            return {}
-        powers = (1 << n for n in range(max_num_seqs.bit_length()))
-        return few_buckets(max_num_seqs, max_num_batched_tokens, max_blocks, decode_rows=powers, chunk_tokens=_CHUNK_TOKENS)
+        return {} if self._graph_problem else decode_buckets(max_num_seqs, max_blocks)
 
     def describe(self) -> str:
-        return f"{vendor.describe(self.index)}, {'programs captured' if not self._graph_problem else f'eager: {self._graph_problem}'}"
+        return f"{vendor.describe(self.index)}, {'decodes captured' if not self._graph_problem else f'eager: {self._graph_problem}'}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from oarlock.backend_api import Claims, ConformanceProfile, DeviceSpec, GraphRunnerSpec, ProbeResult, Problem, hookimpl
+from oarlock.backend_api import Claims, ConformanceProfile, DeviceSpec, GraphRunnerSpec, ProbeResult, hookimpl
 
 from oarlock_xpu import host
 
@@ -43,7 +43,8 @@ def probe() -> ProbeResult:
     more = f", {len(openable)} cards" if len(openable) > 1 else ""
     sizes = [card.memory_bytes for card in openable]
     memory = None if None in sizes else max(size for size in sizes if size)
-    return ProbeResult("available", f"{openable[0].name}, driver {openable[0].driver}{more}", claims=Claims(DTYPES, BLOCK_SIZES, memory_bytes=memory))
+    claims = Claims(DTYPES, BLOCK_SIZES, memory_bytes=memory, num_devices=len(openable))
+    return ProbeResult("available", f"{openable[0].name}, driver {openable[0].driver}{more}", claims=claims)
 
 
 @hookimpl
@@ -56,6 +57,7 @@ def devices() -> list[DeviceSpec]:
             factory="oarlock_xpu.device:XpuDevice",
             distribution="oarlock-xpu",
             priority=PRIORITY,
+            api_version=(1, 1),
             aliases=("intel",),
             torch_install=TORCH_INSTALL,
         )
@@ -63,20 +65,11 @@ def devices() -> list[DeviceSpec]:
 
 
 @hookimpl
-def check_model(model: Any, config: Any, device: DeviceSpec) -> list[Problem]:
-    """More ranks than cards cannot start."""
-    ranks, count = config.parallel.tensor_parallel_size, len(host.cards())
-    if device.name != "xpu" or ranks <= count:
-        return []
-    return [Problem("error", f"--tensor-parallel-size is {ranks}, Intel GPUs here: {count}", f"use at most {count}")]
-
-
-@hookimpl
 def graph_runner(device: Any) -> list[GraphRunnerSpec]:
     """Capture and replay, where this torch, driver and card can; else core runs programs as they are."""
     if device.capabilities.execution != "capture":
         return []
-    return [GraphRunnerSpec(name="xpu-graph", factory="oarlock_xpu.capture:CaptureRunner", priority=10)]
+    return [GraphRunnerSpec(name="xpu-graph", factory="oarlock_xpu.capture:XpuGraphRunner", priority=10)]
 
 
 @hookimpl

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from oarlock.conformance.stand_in_graphs import StandInGraph
 
 from oarlock_xpu import host, vendor
 from oarlock_xpu.device import XpuDevice
@@ -69,7 +68,7 @@ class StubXpu:
         self.count, self.total, self.used = count, total, 0
         self.free_fails = self.free_is_stuck = False
         if graphs:
-            self.XPUGraph, self.graph, self.graph_pool_handle = StubGraph, self._graph, self._pool
+            self.XPUGraph, self.graph, self.graph_pool_handle = StandInGraph, self._graph, self._pool
 
     def _note(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.calls.append((name, args, kwargs))
@@ -110,7 +109,7 @@ class StubXpu:
         return object()
 
     @contextlib.contextmanager
-    def _graph(self, xpu_graph: StubGraph, pool: Any = None, stream: Any = None) -> Iterator[None]:
+    def _graph(self, xpu_graph: StandInGraph, pool: Any = None, stream: Any = None) -> Iterator[None]:
         self._note("graph", xpu_graph, pool=pool)
         with xpu_graph.recording():
             yield
@@ -125,53 +124,3 @@ class StubXpu:
 
     def _add(self, size: int) -> None:
         self.used += size
-
-
-class StubGraph:
-    """Records operations with the tensors they read and wrote; `replay` runs them on the same tensors."""
-
-    def __init__(self, keep_graph: bool = False) -> None:
-        self._steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """While a device records, nothing runs: whatever is written to tensors from outside is undone afterwards."""
-        mode = _Recorder(self._steps)
-        with mode:
-            yield
-        for tensor, content in reversed(mode.overwritten):
-            tensor.copy_(content)
-
-    def replay(self) -> None:
-        with torch.no_grad():
-            for func, args, kwargs, kept in self._steps:
-                result = func(*args, **kwargs)
-                if _writes(func):
-                    continue
-                for old, new in zip(pytree.tree_leaves(kept), pytree.tree_leaves(result), strict=True):
-                    if isinstance(old, torch.Tensor):
-                        old.copy_(new)
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self, steps: list[Any]) -> None:
-        super().__init__()
-        self._steps = steps
-        self.overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            raise RuntimeError(f"{func} waits for the device, which cannot be recorded")
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
-                self.overwritten.append((value, value.clone()))
-        result = func(*args, **kwargs)
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if not is_view:
-            self._steps.append((func, args, kwargs, result))
-        return result
-
-
-def _writes(func: Any) -> bool:
-    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)

@@ -36,6 +36,7 @@ class Claims:
 
     dtypes: tuple[str, ...] = ()
     block_sizes: tuple[int, ...] = ()
-    memory_bytes: int | None = None
+    memory_bytes: int | None = None  # of one device
     host_is_device: bool = False
     default_swap_bytes: int = 4 << 30
+    num_devices: int | None = None  # for the ranks of one model, one each

@@ -16,7 +16,7 @@ def check_claims(claims: Claims | None, config: EngineConfig, device: str) -> No
     """`check_device` by what the probe claims, before a process is started or a heavy module imported. What it does not claim is left to that.
 
     Raises:
-        UnsupportedByBackend: as `check_device`; also a KV cache that is larger than the whole device.
+        UnsupportedByBackend: as `check_device`; also a KV cache that is larger than the whole device, and more ranks than devices.
     """
     if claims is None:
         return
@@ -28,6 +28,9 @@ def check_claims(claims: Claims | None, config: EngineConfig, device: str) -> No
         default_swap_bytes=claims.default_swap_bytes,
     )  # fmt: skip
     check_device(known, config, device)
+    ranks = config.parallel.tensor_parallel_size
+    if claims.num_devices is not None and ranks > claims.num_devices:
+        raise UnsupportedByBackend(f"--tensor-parallel-size {ranks}: devices of {device} here: {claims.num_devices}; take no more")
     wanted = cache.kv_cache_bytes or 0
     if claims.memory_bytes is not None and wanted > claims.memory_bytes:
         text = f"--kv-cache-memory {wanted / 2**30:.2f} GiB: {device} has {claims.memory_bytes / 2**30:.2f} GiB in all"

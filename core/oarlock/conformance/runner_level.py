@@ -386,7 +386,7 @@ def _has_ranks(subject: Subject) -> Support:
     caps, claims = subject.device.capabilities, subject.selection.probe.claims
     if "float32" not in subject.dtypes or not caps.collectives:
         return Support(False, ("the device declares no collectives",))
-    if not caps.host_is_device and (claims is None or claims.num_devices < 2):
+    if not caps.host_is_device and (claims is None or (claims.num_devices or 1) < 2):
         return Support(False, ("there is one device",))
     if not any(spec.name == subject.spec.name for plugin in installed().plugins for spec in plugin.devices):
         return Support(False, (f"no installed package provides the device {subject.spec.name}, so no rank can find it",))

@@ -20,7 +20,7 @@ from oarlock.errors import WorkerError
 from oarlock.messages import SchedulerOutput
 from oarlock.runtime.batch import Batch
 from oarlock.runtime.pending import LogprobsPart, PendingStep
-from oarlock.runtime.programs import Key, ModelPrograms, ProgramSpec
+from oarlock.runtime.programs import Key, ModelPrograms, ProgramSpec, step_axes
 from oarlock.runtime.sampling_inputs import apply_processors, choose_program, logprob_wants, sample_inputs
 from oarlock.runtime.warmup import warm
 from oarlock.shapes import ShapePolicy, StepKey
@@ -52,9 +52,8 @@ class ModelRunner:
         self.runs: Counter[str] = Counter()
         self.compiles_after_warmup = 0
         self.is_warm = False
-        max_blocks = -(-limits.max_model_len // model.block_size) + 2
-        if not policy.table.is_exact:
-            max_blocks = max(max_blocks, policy.table.blocks[-1])
+        self._padded = {self.programs["forward"].key(**step_axes(key)) for key in list(policy.keys())}
+        max_blocks = max(-(-limits.max_model_len // model.block_size) + 2, *policy.table.blocks, 0)
         self.batch = Batch(limits.max_num_seqs, limits.max_model_len, max_blocks, self.num_groups, model.vocab_size)
         self.state = self._new_state()
         self.host_tier = self._new_host_tier()
@@ -114,12 +113,16 @@ class ModelRunner:
         return out
 
     def _compile(self, spec: ProgramSpec, key: Key, args: tuple[Any, ...]) -> Callable[..., Any]:
-        if self.is_warm and not self.policy.table.is_exact:
+        """Where only decodes are padded, their `forward` is what the graph runner gets: all else has the shape of its step and runs as it is."""
+        exact, fn = self.policy.table.is_exact, spec.pure(key, self.ops)
+        is_padded = not exact or (spec.name == "forward" and key in self._padded)
+        if self.is_warm and is_padded:
             self.compiles_after_warmup += 1
             if self.graph.refuses_unwarmed():
                 raise WorkerError(f"program {spec.name} {key} was not warmed up; warm-up derives its list from the shape policy")
-        fn = self.graph.compile(spec.pure(key, self.ops), args, f"{spec.name}-{abs(hash(key)):x}")
-        if not self.policy.table.is_exact or len(self.compiled) < 4096:
+        if is_padded or not self._padded:
+            fn = self.graph.compile(fn, args, f"{spec.name}-{abs(hash(key)):x}")
+        if is_padded or len(self.compiled) < 4096:
             self.compiled[spec.name, key] = fn
         return fn
 
@@ -142,7 +145,7 @@ class ModelRunner:
         decodes = batch.num_decodes(rows)
         blocks = batch.blocks_needed(rows, self.model.block_size)
         key = self.policy.fit(decodes, [r.num_tokens for r in rows[decodes:]], blocks)
-        axes = {name: getattr(key, name) for name in StepKey.__slots__}
+        axes = step_axes(key)
         hidden = self.run("forward", axes, batch.forward_inputs(rows, key, self.model.block_size, self.null_row))
         pending = PendingStep(self, out, [], None)
         pending.prompt = self._prompt_logprobs(out, key, axes, hidden["all"])
@@ -162,7 +165,7 @@ class ModelRunner:
         host = sample_inputs(self, emitting, name, axes)
         tokens = self.run(name, axes, host, {"logits": logits})["tokens"]
         pending.emitted = [(r.branch_id, row.row, place) for r, row, place in emitting]
-        pending.tokens = tokens
+        pending.tokens = self.device.begin_read(tokens)
         wants = logprob_wants(self, emitting)
         if wants:
             top = max(top for _, top in wants.values())
@@ -177,7 +180,8 @@ class ModelRunner:
             top = self.top_bucket(top)
         pad = picks - len(index)
         host = {"index": index + [0] * pad, "targets": targets + [0] * pad}
-        return LogprobsPart(self.run("logprobs", {"rows": rows, "picks": picks, "top": top}, host, device_inputs), targets)
+        found = self.run("logprobs", {"rows": rows, "picks": picks, "top": top}, host, device_inputs)
+        return LogprobsPart({name: self.device.begin_read(tensor) for name, tensor in found.items()}, targets)
 
     def top_bucket(self, top: int) -> int:
         """Entries that the logprobs program gives on a bucketed device: enough for beams and for max_logprobs, or all."""

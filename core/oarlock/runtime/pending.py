@@ -1,6 +1,6 @@
 """A step that was launched and not yet read.
 
-Owns: the device tensors of one step's results, and their translation into `ModelRunnerOutput`.
+Owns: the reads of one step's results, begun when it was launched, and their translation into `ModelRunnerOutput`.
 Reads: `messages`.
 Never: launches anything.
 """
@@ -8,6 +8,7 @@ Never: launches anything.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +24,9 @@ NOTHING_FINITE = (
 
 @dataclass(slots=True)
 class LogprobsPart:
-    """Output of one logprobs program: logprob and rank [picks], top_ids and top_logprobs [picks, top], on the device."""
+    """Output of one logprobs program: logprob and rank [picks], top_ids and top_logprobs [picks, top], being read."""
 
-    tensors: dict[str, torch.Tensor]
+    reads: dict[str, Callable[[], torch.Tensor]]
     targets: list[int]  # per real row: the token whose probability was asked for, -1 for the sampled one; the rest is padding
 
 
@@ -36,8 +37,8 @@ def _finite(value: float) -> float | None:
 class _HostPart:
     """A LogprobsPart on the host."""
 
-    def __init__(self, device: Any, part: LogprobsPart) -> None:
-        read = {name: device.to_host(t).tolist() for name, t in part.tensors.items()}
+    def __init__(self, part: LogprobsPart) -> None:
+        read = {name: wait().tolist() for name, wait in part.reads.items()}
         self.logprob, self.rank, self.ids, self.values = read["logprob"], read["rank"], read["top_ids"], read["top_logprobs"]
 
     def at(self, n: int, token_id: int, top: int) -> PositionLogprobs:
@@ -47,12 +48,12 @@ class _HostPart:
 
 @dataclass(slots=True)
 class PendingStep:
-    """Holds a step's device results until `result` reads them."""
+    """Holds a step's results until `result` waits for them."""
 
     runner: Any
     out: SchedulerOutput
     emitted: list[tuple[int, int, int]]  # (branch id, row, place among the padded rows)
-    tokens: torch.Tensor | None
+    tokens: Callable[[], torch.Tensor] | None
     logprobs: LogprobsPart | None = None
     wants: dict[int, tuple[int, int]] = field(default_factory=dict)  # branch id -> (place, entries)
     prompt: list[tuple[int, int, int, LogprobsPart]] = field(default_factory=list)
@@ -65,7 +66,7 @@ class PendingStep:
             return self.done
         runner, tokens = self.runner, {}
         if self.tokens is not None:
-            read = runner.device.to_host(self.tokens).tolist()
+            read = self.tokens().tolist()
             for branch_id, row, place in self.emitted:
                 token = read[place]
                 if token < 0:
@@ -76,7 +77,7 @@ class PendingStep:
                         runner.batch.append(branch_id, row, (token,))
         logprobs = {}
         if self.logprobs is not None:
-            part = _HostPart(runner.device, self.logprobs)
+            part = _HostPart(self.logprobs)
             for n, (branch_id, (_, top)) in enumerate(self.wants.items()):
                 if branch_id in tokens:
                     logprobs[branch_id] = (part.at(n, tokens[branch_id][0], top),)
@@ -89,6 +90,6 @@ class PendingStep:
     def _read_prompts(self) -> dict[int, tuple[PositionLogprobs, ...]]:
         found: dict[int, tuple[PositionLogprobs, ...]] = {}
         for branch_id, top, count, part in self.prompt:
-            host = _HostPart(self.runner.device, part)
+            host = _HostPart(part)
             found[branch_id] = found.get(branch_id, ()) + tuple(host.at(n, part.targets[n], top) for n in range(count))
         return found

@@ -25,6 +25,7 @@ import torch
 
 from oarlock.backend_api.runtime import Ops
 from oarlock.runtime.layers.decoder import StepContext
+from oarlock.shapes import StepKey
 
 State = dict[str, Any]
 Inputs = dict[str, torch.Tensor]
@@ -46,6 +47,11 @@ class Key:
     mask: int = 0  # 1: an allowed-token bitmask a row
     history: int = 0  # width of the history that penalties read; 0: no penalties
     copies: int = 0  # blocks of block_copy, gather_blocks, scatter_blocks
+
+
+def step_axes(step: StepKey) -> dict[str, int]:
+    """The axes of `forward` for a step of this shape."""
+    return {name: getattr(step, name) for name in StepKey.__slots__}
 
 
 Layout = Callable[[Key], dict[str, tuple[int, ...]]]

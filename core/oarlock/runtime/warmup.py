@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from oarlock.runtime.programs import step_axes
 from oarlock.shapes import BIAS_BUCKET, StepKey
 
 log = logging.getLogger("oarlock.worker")
@@ -22,15 +23,16 @@ SAY_S = 10.0  # between two words about how far it is
 
 
 def warm(runner: Any) -> None:
-    """Bucketed: everything. Exact: one decode step and one chunk, so that libraries choose their kernels before the first request."""
-    if runner.policy.table.is_exact:
-        step = StepKey(1, 1, 1, 1, 1), StepKey(8, 1, 1, 8, 0)
-        for key in step:
+    """Bucketed: everything. Exact: one decode step and one chunk, so that libraries choose their kernels before the first request, and
+    the padded decodes, the largest first: graphs that share memory then find it."""
+    table, keys = runner.policy.table, list(runner.policy.keys())
+    if table.is_exact:
+        for key in (StepKey(1, 1, 1, 1, 1), StepKey(8, 1, 1, 8, 0), *reversed(keys)):
             _step(runner, key)
-        _sampling(runner, 1)
+        for rows in (1, *(rows for rows in table.decode_rows if rows != 1)):
+            _sampling(runner, rows)
         return
-    keys = list(runner.policy.keys())
-    (picks,) = runner.policy.table.out_rows
+    (picks,) = table.out_rows
     said = time.monotonic()
     for done, key in enumerate(keys):
         if time.monotonic() - said > SAY_S:
@@ -58,7 +60,7 @@ def _run(runner: Any, name: str, axes: dict[str, int], device_inputs: dict[str, 
 
 
 def _step(runner: Any, key: StepKey) -> dict[str, Any]:
-    return _run(runner, "forward", {name: getattr(key, name) for name in StepKey.__slots__})
+    return _run(runner, "forward", step_axes(key))
 
 
 def _sampling(runner: Any, rows: int) -> None:

@@ -254,11 +254,14 @@ class Worker:
 
     def _buckets(self, max_model_len: int) -> BucketTable:
         caps, s = self.device.capabilities, self.config.scheduler
-        longest = -(-max_model_len // self.block_size)
-        found = self.device.buckets(s.max_num_seqs, token_budget(s, max_model_len), longest)
-        if not caps.dynamic_shapes and not found:
+        if caps.dynamic_shapes and self.config.device.enforce_eager:
+            return BucketTable()
+        captured = self.config.device.max_seq_len_to_capture if caps.execution == "capture" and caps.dynamic_shapes else max_model_len
+        longest = -(-min(max_model_len, captured) // self.block_size)
+        found = BucketTable(**self.device.buckets(s.max_num_seqs, token_budget(s, max_model_len), longest))
+        if not caps.dynamic_shapes and found.is_exact:
             raise PluginError(f"{self.device_name} declares dynamic_shapes=False and gives no buckets()")
-        return BucketTable(**found)
+        return found
 
     def _plan(self, free: int, total: int, weights: dict[str, int]) -> MemoryPlan:
         """The plan for weights, and tables beside them, of so many bytes. Rank 0 logs it."""

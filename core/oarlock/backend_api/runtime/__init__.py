@@ -6,8 +6,9 @@ Never: imports `oarlock.runtime`.
 """
 
 from oarlock.backend_api.runtime.attention import Attention, AttentionParams
+from oarlock.backend_api.runtime.capture import CaptureRunner
 from oarlock.backend_api.runtime.communicator import Communicator, DistributedCommunicator, IdentityCommunicator
-from oarlock.backend_api.runtime.device import Device, few_buckets
+from oarlock.backend_api.runtime.device import Device, decode_buckets, few_buckets
 from oarlock.backend_api.runtime.graph import EagerRunner, GraphRunner, PureProgram
 from oarlock.backend_api.runtime.ops import Op, Ops, bind_ops, register_op, registry
 from oarlock.backend_api.runtime.quantization import LinearFormat, Quantization, QuantizedWeight, StoredTensor
@@ -15,6 +16,7 @@ from oarlock.backend_api.runtime.quantization import LinearFormat, Quantization,
 __all__ = [
     "Attention",
     "AttentionParams",
+    "CaptureRunner",
     "Communicator",
     "Device",
     "DistributedCommunicator",
@@ -29,6 +31,7 @@ __all__ = [
     "QuantizedWeight",
     "StoredTensor",
     "bind_ops",
+    "decode_buckets",
     "few_buckets",
     "register_op",
     "registry",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -102,6 +102,14 @@ class Device(CheckedOverrides, abc.ABC):
         """Copy a device tensor to host memory, waiting for it: the one read of a step."""
         return tensor.cpu()
 
+    def begin_read(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin what `to_host` does, after all that was launched so far; what is returned waits for it and gives the host tensor.
+
+        Called when a step is launched, so that reading its results does not wait for the step after it. Never for a tensor that is
+        written again before it was read.
+        """
+        return lambda: self.to_host(tensor)
+
     def place(self, name: str, tensor: torch.Tensor, shard: Literal["column", "row", "vocab", "expert", "none"]) -> torch.Tensor:
         """Put one weight on the device. `tensor` is this rank's part already; `shard` says along what, for SPMD devices."""
         return self.to_device(tensor)
@@ -125,7 +133,10 @@ class Device(CheckedOverrides, abc.ABC):
         (one chunk), "blocks", "out_rows" (one entry: prompt positions that are scored at once; decode_rows and chunk_rows
         together must fit). Every key that the axes multiply to is compiled at start-up, so keep them few. The scheduler cuts
         its steps to what fits.
-        Must be given where capabilities.dynamic_shapes is False. Called at start-up, after activate(), perhaps more than once: the same
+        A device of dynamic shapes may give "decode_rows" and "blocks" alone: a step that only decodes, and fits, is padded to them, its `forward` is
+        given to the graph runner, and everything else runs as it is. `max_blocks` is then no more than --max-seq-len-to-capture needs, and
+        --enforce-eager leaves the question out.
+        Must be given whole where capabilities.dynamic_shapes is False. Called at start-up, after activate(), perhaps more than once: the same
         arguments must give the same shapes, on every rank.
         """
         return {}
@@ -158,4 +169,17 @@ def few_buckets(
         "chunk_lens": (tokens[-1],),
         "blocks": tuple(sorted({-(-max_blocks // 4), max_blocks})),
         "out_rows": (max_num_seqs + rows,),
+    }
+
+
+def decode_buckets(max_num_seqs: int, max_blocks: int) -> dict[str, tuple[int, ...]]:
+    """What `Device.buckets` returns where graphs of decodes are captured and all else runs as it is.
+
+    A decode reads all weights whatever its rows are, so that padding costs little: powers of two to 32, then steps of 32, and of 64 from 256
+    to 512. A quarter and the whole of the block tables: kernels that split a context do so by what may come.
+    """
+    sizes = (*(1 << n for n in range(5)), *range(32, 256, 32), *range(256, 512, 64), 512)
+    return {
+        "decode_rows": tuple(sorted({*(size for size in sizes if size < max_num_seqs), min(max_num_seqs, sizes[-1])})),
+        "blocks": tuple(sorted({-(-max_blocks // 4), max_blocks})),
     }

@@ -1,19 +1,44 @@
-"""Capture and replay over a stand-in that records operations as a card does: it runs nothing while it records."""
+"""Capture and replay over a stand-in that records operations as a device does: it runs nothing while it records."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+from oarlock.backend_api import Capabilities
+from oarlock.backend_api.runtime import CaptureRunner, Device
+from oarlock.conformance.stand_in_graphs import StandInGraph
 
-from oarlock_xpu.capture import CaptureRunner
-from oarlock_xpu.device import XpuDevice
+
+class HostDevice(Device):
+    """CPU tensors."""
+
+    torch_device = torch.device("cpu")
+    capabilities = Capabilities(execution="capture")
+
+    def activate(self) -> None:
+        """Nothing to make current."""
+
+
+class Runner(CaptureRunner):
+    """Over stand-in graphs."""
+
+    def new_graph(self) -> Any:
+        return StandInGraph()
+
+    def new_pool(self) -> Any:
+        return object()
+
+    def recording(self, graph: Any, pool: Any) -> contextlib.AbstractContextManager[Any]:
+        self._pools = [*getattr(self, "_pools", []), pool]
+        return graph.recording()
 
 
 @pytest.fixture
-def runner(stub) -> CaptureRunner:
-    return CaptureRunner(XpuDevice())
+def runner() -> CaptureRunner:
+    return Runner(HostDevice())
 
 
 def program(weights: Any, written: Any, read: Any, packed: torch.Tensor, inputs: Any) -> Any:
@@ -71,4 +96,30 @@ def test_a_program_that_waits_for_the_device_is_an_error_that_names_the_way_out(
 def test_new_state_is_an_error(runner):
     run = runner.compile(lambda w, written, r, p, i: ({"kv": [written["kv"][0] + 1]}, {}), example(), "block_copy-1")
     with pytest.raises(RuntimeError, match="block_copy-1 returns new state"):
+        run(*example())
+
+
+def test_all_graphs_share_one_pool(runner):
+    for tag in ("forward-1", "forward-2"):
+        runner.compile(program, example(), tag)(*example())
+    first, second = runner._pools
+    assert first is second
+
+
+def test_an_output_of_two_names_is_copied_once(runner):
+    def twice(w: Any, written: Any, r: Any, p: Any, i: dict[str, Any]) -> Any:
+        y = i["x"] + 1
+        return {}, {"hidden": y, "all": y}
+
+    out = runner.compile(twice, example(), "forward-1")(*example())[1]
+    assert out["hidden"] is out["all"]
+
+
+def test_memory_that_runs_out_stays_that_error(runner, monkeypatch):
+    def launch(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    run = runner.compile(program, example(), "forward-1")
+    run._fn = launch
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
         run(*example())

@@ -1,0 +1,1 @@
+"""The cuda device of Oarlock: NVIDIA GPUs through torch.cuda."""
