@@ -35,6 +35,7 @@ class MemoryNeeds:
     total_bytes: int  # of the device; the host's limit where host_is_device, a part each likewise
     host_is_device: bool
     groups: tuple[KVGroup, ...] = ()  # (): one group of full attention
+    is_measured: bool = False  # activations and programs are; else the activations are reckoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class MemoryPlan:
 def plan_worker(needs: MemoryNeeds, config: EngineConfig, summary: ModelSummary, *, item_bytes: int, default_swap_bytes: int) -> MemoryPlan:
     """The plan of one worker under this configuration, before or after its weights are loaded.
 
-    `needs`: the device and the model as they are. The activations, and one rank's part where all ranks share the host's memory, are
+    `needs`: the device and the model as they are. The activations, unless measured, and one rank's part where all ranks share the host's memory, are
     worked out here. `item_bytes`: one value of the model's dtype.
 
     Raises:
@@ -67,7 +68,7 @@ def plan_worker(needs: MemoryNeeds, config: EngineConfig, summary: ModelSummary,
     shared = config.parallel.tensor_parallel_size if needs.host_is_device else 1
     needs = replace(
         needs,
-        activation_bytes=activation_bytes(summary, budget, s.max_num_seqs, item_bytes),
+        activation_bytes=needs.activation_bytes if needs.is_measured else activation_bytes(summary, budget, s.max_num_seqs, item_bytes),
         available_bytes=needs.available_bytes // shared,
         total_bytes=needs.total_bytes // shared,
     )
@@ -128,8 +129,8 @@ def plan_memory(
     holds = f"{usable} blocks of {needs.block_size} tokens: {usable / max(_blocks_for(needs, max_model_len, chunk_tokens), 1):.1f} requests of {max_model_len}"
     rows = [
         ("weights", needs.weights_bytes, ""),
-        ("activations", needs.activation_bytes, "peak of the largest step"),
-        ("programs", needs.program_bytes, ""),
+        ("activations", needs.activation_bytes, f"peak of the largest step{', measured' if needs.is_measured else ''}"),
+        ("programs", needs.program_bytes, "graphs, and what libraries took" if needs.is_measured else ""),
         ("KV cache", num_blocks * needs.bytes_per_block, holds),
         ("host KV tier", num_host_blocks * needs.bytes_per_block, f"{num_host_blocks} blocks" if num_host_blocks else "off"),
         ("available", needs.available_bytes, f"of {gib(needs.total_bytes)}"),

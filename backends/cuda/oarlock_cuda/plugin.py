@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from oarlock.backend_api import Claims, ConfigChange, ConformanceProfile, DeviceSpec, GraphRunnerSpec, ProbeResult, hookimpl
+from oarlock.backend_api import (
+    Claims,
+    ConfigChange,
+    ConformanceProfile,
+    DeviceSpec,
+    GraphRunnerSpec,
+    MemoryProfilerSpec,
+    ProbeResult,
+    hookimpl,
+)
 
 from oarlock_cuda import host, nvml
 
@@ -126,6 +135,12 @@ def adjust_config(config: Any, device: DeviceSpec) -> list[ConfigChange]:
 def graph_runner(device: Any) -> list[GraphRunnerSpec]:
     """Capture and replay of decodes."""
     return [GraphRunnerSpec(name="cuda-graph", factory="oarlock_cuda.capture:CudaGraphRunner", priority=10)]
+
+
+@hookimpl
+def memory_profiler(device: Any) -> list[MemoryProfilerSpec]:
+    """What steps, graphs and libraries take, measured before the cache is allocated."""
+    return [MemoryProfilerSpec(name="cuda", factory="oarlock_cuda.memory:CudaMemoryProfiler", priority=10)]
 
 
 @hookimpl

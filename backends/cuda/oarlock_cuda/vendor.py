@@ -91,13 +91,14 @@ def memory(index: int) -> tuple[int, int]:
     return min(free + cuda.memory_reserved(index) - cuda.memory_allocated(index), total), total
 
 
-def reserved(index: int) -> int:
-    """Bytes that torch's allocator has taken from the driver."""
-    return int(module().memory_reserved(index))
+def taken(index: int) -> int:
+    """Bytes that anybody has taken, as the driver says."""
+    free, total = module().mem_get_info(index)
+    return int(total - free)
 
 
 def peak_reserved(index: int) -> int:
-    """The most that it had since `restart_peak`."""
+    """The most bytes that torch's allocator had taken from the driver since `restart_peak`."""
     return int(module().max_memory_reserved(index))
 
 
@@ -105,7 +106,7 @@ def restart_peak(index: int) -> None:
     module().reset_peak_memory_stats(index)
 
 
-def release(index: int) -> None:
+def release() -> None:
     """Give back to the driver what the allocator keeps."""
     module().empty_cache()
 

@@ -11,6 +11,7 @@ from cuda_stub import MIB
 from oarlock_cuda import vendor
 from oarlock_cuda.capture import CudaGraphRunner
 from oarlock_cuda.device import PINNED_LIMIT, CudaDevice
+from oarlock_cuda.memory import CudaMemoryProfiler
 from oarlock_cuda.plugin import TORCH_INSTALL
 
 
@@ -24,9 +25,10 @@ def test_torch_declares_every_call_that_is_made(stub):
     device.begin_read(torch.ones(2))()
     assert device.capabilities.kv_dtypes == ("auto", "fp8_e4m3", "fp8_e5m2")
     vendor.built_for()
-    vendor.restart_peak(0)
-    assert vendor.peak_reserved(0) == vendor.reserved(0) == 0
-    vendor.release(0)
+    profiler = CudaMemoryProfiler(device)
+    profiler.restart()
+    assert profiler.peak() == profiler.taken() == 0
+    profiler.release()
     runner = CudaGraphRunner(device)
     with runner.recording(runner.new_graph(), runner.new_pool()):
         pass

@@ -133,6 +133,17 @@ class Hooks:
         """
 
     @hookspec
+    def memory_profiler(self, device: Any) -> list[specs.MemoryProfilerSpec]:
+        """What this device says of its memory while the largest steps run. Core's own reckons by a formula.
+
+        When: worker start, after the weights are loaded; once in each worker, not under --num-blocks-override.
+        Example:
+            @hookimpl
+            def memory_profiler(device):
+                return [MemoryProfilerSpec(name="mydev", factory="oarlock_mydev.memory:MydevProfiler", priority=10)]
+        """
+
+    @hookspec
     def communicator(self, device: Any) -> list[specs.CommunicatorSpec]:
         """Collectives between ranks. Core's own is torch.distributed over what the device declares.
 

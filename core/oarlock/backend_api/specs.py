@@ -166,6 +166,16 @@ class GraphRunnerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryProfilerSpec:
+    """How the memory of a device is looked at while the largest steps run, so that the plan is measured."""
+
+    name: str
+    factory: str  # subclass of backend_api.runtime.MemoryProfiler
+    priority: int = 0
+    supports: Callable[..., Support] = always  # supports(device=)
+
+
+@dataclass(frozen=True, slots=True)
 class CommunicatorSpec:
     """Collectives between ranks."""
 

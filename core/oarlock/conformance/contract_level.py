@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from oarlock.backend_api import Capabilities, ProbeResult, specs
-from oarlock.backend_api.runtime import Attention, Communicator, Device, GraphRunner, registry
+from oarlock.backend_api.runtime import Attention, Communicator, Device, GraphRunner, MemoryProfiler, registry
 from oarlock.backend_api.runtime.ops import resolve
 from oarlock.conformance.cases import Case, CheckFailed
 from oarlock.conformance.subject import Subject
@@ -30,9 +30,9 @@ LEVEL = 0
 IMPORT_LIMIT_MS = 100.0
 TRIES = 3  # the best of these counts: a busy machine must not fail a fast module
 _DTYPES = ("float32", "bfloat16", "float16")
-_BASES = {"attention": Attention, "graph_runner": GraphRunner, "communicator": Communicator}
+_BASES = {"attention": Attention, "graph_runner": GraphRunner, "communicator": Communicator, "memory_profiler": MemoryProfiler}
 _RECORDS = {"kernels": specs.OpImpl, "attention": specs.AttentionSpec, "graph_runner": specs.GraphRunnerSpec}
-_RECORDS |= {"communicator": specs.CommunicatorSpec, "conformance": specs.ConformanceProfile, "extensions": specs.Extension}
+_RECORDS |= {"communicator": specs.CommunicatorSpec, "memory_profiler": specs.MemoryProfilerSpec, "conformance": specs.ConformanceProfile, "extensions": specs.Extension}
 
 _LIGHT = """
 import json, sys, time

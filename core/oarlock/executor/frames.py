@@ -11,7 +11,7 @@ import socket
 import struct
 
 _HEAD = struct.Struct("<cQ")
-LOAD, PREPARE, START, EXECUTE, CANARY, CLOSE = b"L", b"P", b"S", b"X", b"C", b"Q"  # engine to worker
+LOAD, PREPARE, MEASURE, START, EXECUTE, CANARY, CLOSE = b"L", b"P", b"M", b"S", b"X", b"C", b"Q"  # engine to worker
 OK, ERROR = b"k", b"e"  # worker to engine
 
 

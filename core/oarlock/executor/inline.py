@@ -32,7 +32,8 @@ class InlineExecutor(Executor):
         module, _, name = WORKER.partition(":")
         self._worker = getattr(importlib.import_module(module), name)(self.config, self.summary, self.device_name, self.factory)
         self._worker.prepare()
-        return [self._worker.load()]
+        self._worker.load()
+        return [self._worker.measure()]
 
     def start(self, num_blocks: int, num_host_blocks: int, max_model_len: int) -> tuple[float, int]:
         return self._worker.start(num_blocks, num_host_blocks, max_model_len)

@@ -82,13 +82,12 @@ class MultiprocExecutor(Executor):
         self.collect_answers()
         self._ask_all(frames.PREPARE)
         batch = self.config.parallel.max_parallel_loading_workers or size
-        ready: list[WorkerReady] = []
         for first in range(0, size, batch):
             ranks = range(first, min(first + batch, size))
             for rank in ranks:
                 self._send(rank, frames.LOAD, b"")
-            ready += self.collect_answers(ranks)
-        return ready
+            self.collect_answers(ranks)
+        return self._ask_all(frames.MEASURE)
 
     def _spawn(self, rank: int, size: int) -> None:
         ours, theirs = socket.socketpair()

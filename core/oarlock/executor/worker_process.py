@@ -88,7 +88,7 @@ class WorkerLoop:
         self.is_halted = False
         if kind == frames.START:
             return self.worker.start, *decode(body)
-        return ({frames.PREPARE: self.worker.prepare, frames.LOAD: self.worker.load, frames.CANARY: self.worker.canary}[kind],)
+        return (getattr(self.worker, {frames.PREPARE: "prepare", frames.LOAD: "load", frames.MEASURE: "measure", frames.CANARY: "canary"}[kind]),)
 
     def _try(self, call: Any, *args: Any) -> Any:
         try:

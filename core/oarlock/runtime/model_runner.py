@@ -25,6 +25,7 @@ from oarlock.runtime.sampling_inputs import apply_processors, choose_program, lo
 from oarlock.runtime.warmup import warm
 from oarlock.shapes import ShapePolicy, StepKey
 
+MOVED = 16  # blocks that a block program moves at once, where shapes are exact
 PICKS = 64  # prompt positions whose logits are computed at once, where shapes are exact
 
 
@@ -222,8 +223,10 @@ class ModelRunner:
 
     # ------------------------------------------------------------ blocks and history
     def copy_sizes(self, count: int) -> list[int]:
-        """How many blocks each block program moves: all at once, or fixed pieces where shapes are bucketed."""
-        return [count] if self.policy.table.is_exact else [4] * -(-count // 4)
+        """How many blocks each block program moves: few at a time, for they are copied on the device; fixed pieces where shapes are bucketed."""
+        if not self.policy.table.is_exact:
+            return [4] * -(-count // 4)
+        return [MOVED] * (count // MOVED) + [count % MOVED] * bool(count % MOVED)
 
     def _move_blocks(self, out: SchedulerOutput) -> None:
         """In this order: swap_out, block_copy, swap_in. Padding moves the null block onto itself."""

@@ -28,7 +28,7 @@ def warm(runner: Any) -> None:
     table, keys = runner.policy.table, list(runner.policy.keys())
     if table.is_exact:
         for key in (StepKey(1, 1, 1, 1, 1), StepKey(8, 1, 1, 8, 0), *reversed(keys)):
-            _step(runner, key)
+            step(runner, key)
         for rows in (1, *(rows for rows in table.decode_rows if rows != 1)):
             _sampling(runner, rows)
         return
@@ -38,7 +38,7 @@ def warm(runner: Any) -> None:
         if time.monotonic() - said > SAY_S:
             said = time.monotonic()
             log.info("warm-up: %d of %d shapes of a step have run", done, len(keys))
-        every = _step(runner, key)
+        every = step(runner, key)
         _run(runner, "select", {"tokens": key.tokens, "picks": picks}, {"all": every["all"]})
     for rows in sorted({key.rows for key in keys} | {picks}):
         _sampling(runner, rows)
@@ -59,7 +59,8 @@ def _run(runner: Any, name: str, axes: dict[str, int], device_inputs: dict[str, 
     return runner.run(name, axes, host, device_inputs)
 
 
-def _step(runner: Any, key: StepKey) -> dict[str, Any]:
+def step(runner: Any, key: StepKey) -> dict[str, Any]:
+    """`forward` in one shape."""
     return _run(runner, "forward", step_axes(key))
 
 
@@ -74,6 +75,15 @@ def _sampling(runner: Any, rows: int) -> None:
     _run(runner, "sample", {"rows": rows, "bias": BIAS_BUCKET, "mask": 1, "history": width}, {"logits": logits})
     for top in {runner.top_bucket(0), runner.model.vocab_size}:
         _run(runner, "logprobs", {"rows": rows, "picks": rows, "top": top}, {"logits": logits, "sampled": tokens})
+
+
+def sample_everything(runner: Any, rows: int) -> None:
+    """Head, a sampler with all that it can do, log-probabilities: what takes most beside a step, where shapes are exact."""
+    hidden = torch.zeros(rows, runner.model.hidden_size, dtype=runner.model.dtype, device=runner.device.torch_device)
+    logits = _run(runner, "head", {"rows": rows}, {"hidden": hidden})["logits"]
+    width = runner.history_width(runner.limits.max_model_len + 1)
+    tokens = _run(runner, "sample", {"rows": rows, "bias": 0, "mask": 1, "history": width}, {"logits": logits})["tokens"]
+    _run(runner, "logprobs", {"rows": rows, "picks": rows, "top": runner.top_bucket(0)}, {"logits": logits, "sampled": tokens})
 
 
 def _blocks(runner: Any) -> None:
@@ -93,7 +103,7 @@ def canary(runner: Any) -> None:
         RuntimeError: the head gave something else.
     """
     key = StepKey(1, 1, 1, 1, 1) if runner.policy.table.is_exact else next(iter(runner.policy.keys()))
-    hidden = _step(runner, key)["hidden"]
+    hidden = step(runner, key)["hidden"]
     logits = _run(runner, "head", {"rows": key.rows}, {"hidden": hidden})["logits"]
     if not bool(torch.isfinite(runner.device.to_host(logits)).all()):
         raise RuntimeError("the canary step gave numbers that are not finite")

@@ -41,6 +41,7 @@ from oarlock.quantization import choose_method, methods, settings_for
 from oarlock.runtime.choice import best, choose_attention, choose_graph_runner, choose_ops, rejections
 from oarlock.runtime.layers.spec import WeightSpec
 from oarlock.runtime.loader import open_checkpoint, progress
+from oarlock.runtime.measured import Measured, measure
 from oarlock.runtime.model_runner import ModelRunner, RunnerLimits
 from oarlock.runtime.models import FAMILIES, build_model
 from oarlock.runtime.pending import PendingStep
@@ -107,15 +108,37 @@ class Worker:
         """
         started = time.monotonic()
         with self.device.context(), torch.no_grad(), self._naming_memory("loading the weights"):
-            free, total = self._memory()
+            self._before = free, total = self._memory()
             with self._planned(free, total) as (loader, specs):
                 self._load(loader, specs)
             self._check_plan(free, total)
-        caps, self.buckets = self.device.capabilities, self._buckets(self.plan.max_model_len)
         table = (*self.ops.table, ("paged_attention", self.attention_name, self.attention_rejected))
         for line in rejections(table) if self.rank == 0 else ():
             log.info("%s", line)
-        return WorkerReady(
+        self._load_s = time.monotonic() - started
+        return self._ready(table)
+
+    def measure(self) -> WorkerReady:
+        """After `load`, on all ranks together: what `load` answered, planned anew where the device can be looked at while the largest steps run.
+
+        Raises:
+            ConfigError: what is left holds no request.
+            OutOfDeviceMemory: the largest step does not fit.
+        """
+        spec = best(collect(self.plugins, "memory_profiler", device=self.device), "memory profiler", device=self.device).spec
+        length, scheduler = self.plan.max_model_len, self.config.scheduler
+        if spec is None or not self.buckets.is_exact or self.config.cache.num_blocks_override is not None:
+            return self._answer
+        limits = RunnerLimits(scheduler.max_num_seqs, length, 2, 0, self.config.model.max_logprobs)
+        with self.device.context(), torch.no_grad(), self._naming_memory("the largest step"):
+            found = measure(resolve(spec.factory)(self.device), lambda: self._make_runner(self._graph_runner(), limits), token_budget(scheduler, length))
+        log.info("rank %d: steps take %s, graphs %s, libraries %s", self.rank, gib(found.activations), gib(found.programs), gib(found.libraries))
+        self.plan = self._plan(*self._before, {"weights": self._planned_bytes("weights")}, found)
+        return self._ready(self._answer.op_table)
+
+    def _ready(self, table: tuple[tuple[str, str, str], ...]) -> WorkerReady:
+        caps, self.buckets = self.device.capabilities, self._buckets(self.plan.max_model_len)
+        self._answer = WorkerReady(
             capabilities=caps,
             kv_groups=self.model.groups,
             block_size=self.block_size,
@@ -128,9 +151,10 @@ class Worker:
             op_table=table,
             memory_plan=(*self.plan.rows, ("limit", 0, self.plan.limit)),
             threads=torch.get_num_threads(),
-            load_s=time.monotonic() - started,
+            load_s=self._load_s,
             program_folder=self.graph.kept_in(),
         )
+        return self._answer
 
     def preview(self) -> MemoryPlan:
         """The plan that `load` would begin with, after `prepare`. Nothing is loaded. Raises as `load`."""
@@ -165,12 +189,15 @@ class Worker:
             for note in notes_for(caps, self.config, custom_all_reduce=bool(communicators)):
                 log.warning("%s", note)
         self.comm = self._communicator([] if self.config.device.disable_custom_all_reduce else communicators)
-        eager = self.config.device.enforce_eager
-        self.graph: GraphRunner = choose_graph_runner([] if eager else collect(self.plugins, "graph_runner", device=self.device), self.device)
+        self.graph = self._graph_runner()
         self.ops: Ops = choose_ops(collect(self.plugins, "kernels", device=self.device), self.device, self.dtype_name)
         self.attention_name, self.attention_rejected = "reference", ""
         self._partial_attention: list[str] = []  # implementations that serve some groups of this model, in another layout than the rest
         self._attention_served: set[str] = set()
+
+    def _graph_runner(self) -> GraphRunner:
+        records = [] if self.config.device.enforce_eager else collect(self.plugins, "graph_runner", device=self.device)
+        return choose_graph_runner(records, self.device)
 
     def _communicator(self, offered: list[Any]) -> Communicator:
         if self.size == 1:
@@ -263,7 +290,7 @@ class Worker:
             raise PluginError(f"{self.device_name} declares dynamic_shapes=False and gives no buckets()")
         return found
 
-    def _plan(self, free: int, total: int, weights: dict[str, int]) -> MemoryPlan:
+    def _plan(self, free: int, total: int, weights: dict[str, int], measured: Measured | None = None) -> MemoryPlan:
         """The plan for weights, and tables beside them, of so many bytes. Rank 0 logs it."""
         caps, item = self.device.capabilities, self.dtype.itemsize
         shapes = self.model.attentions[0].kv_layout(2)
@@ -271,8 +298,9 @@ class Worker:
         tensors = max(len(g.layers) for g in self.model.groups)
         needs = MemoryNeeds(
             weights_bytes=sum(weights.values()),
-            activation_bytes=0,
-            program_bytes=0,
+            activation_bytes=measured.activations if measured else 0,
+            program_bytes=measured.programs + measured.libraries if measured else 0,
+            is_measured=measured is not None,
             bytes_per_block=per_tensor * tensors,
             block_size=self.block_size,
             available_bytes=free,
@@ -292,10 +320,16 @@ class Worker:
             ConfigError: what is left holds no request.
         """
         used = free - self._memory()[0]
-        planned = next(size for what, size, _ in self.plan.rows if what == "weights")
+        planned = self._planned_bytes("weights")
         if used > planned and not self.device.capabilities.host_is_device:
             log.info("rank %d: the weights take %s, planned were %s", self.rank, gib(used), gib(planned))
             self.plan = self._plan(free, total, {"weights": used})
+
+    def _planned_bytes(self, row: str) -> int:
+        return next(size for what, size, _ in self.plan.rows if what == row)
+
+    def _make_runner(self, graph: GraphRunner, limits: RunnerLimits) -> ModelRunner:
+        return ModelRunner(self.device, graph, self.model, self.weights, self.ops, ShapePolicy(self.buckets), limits, self.kv_dtype)
 
     def start(self, num_blocks: int, num_host_blocks: int, max_model_len: int) -> tuple[float, int]:
         """Allocate the KV cache with the agreed sizes and warm up. Returns (seconds, programs). Raises OutOfDeviceMemory."""
@@ -303,7 +337,7 @@ class Worker:
         self.buckets = self._buckets(max_model_len)  # another rank's memory may have shortened the context
         limits = RunnerLimits(self.config.scheduler.max_num_seqs, max_model_len, num_blocks, num_host_blocks, self.config.model.max_logprobs)
         with self.device.context(), self._naming_memory(f"a KV cache of {num_blocks} blocks, and the largest step"):
-            self.runner = ModelRunner(self.device, self.graph, self.model, self.weights, self.ops, ShapePolicy(self.buckets), limits, self.kv_dtype)
+            self.runner = self._make_runner(self.graph, limits)
             self.runner.warmup()
             self.device.synchronise()
         return time.monotonic() - started, len(self.runner.compiled)

@@ -20,6 +20,7 @@ from oarlock.backend_api import (
     DeviceSpec,
     Extension,
     GraphRunnerSpec,
+    MemoryProfilerSpec,
     OptionSpec,
     ProbeResult,
     Problem,
@@ -128,6 +129,14 @@ def graph_runner(device: Any) -> list[GraphRunnerSpec]:
     if not isinstance(device, SimStaticDevice):
         return []
     return [GraphRunnerSpec(name="sim-strict", factory="oarlock_sim.static:StrictRunner", priority=10)]
+
+
+@hookimpl
+def memory_profiler(device: Any) -> list[MemoryProfilerSpec]:
+    """sim-eager's account; sim-static's memory is the host's, and holds no temporaries."""
+    if device.capabilities.host_is_device:
+        return []
+    return [MemoryProfilerSpec(name="sim", factory="oarlock_sim.memory:SimMemoryProfiler", priority=10)]
 
 
 @hookimpl

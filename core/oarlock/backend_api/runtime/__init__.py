@@ -10,6 +10,7 @@ from oarlock.backend_api.runtime.capture import CaptureRunner
 from oarlock.backend_api.runtime.communicator import Communicator, DistributedCommunicator, IdentityCommunicator
 from oarlock.backend_api.runtime.device import Device, decode_buckets, few_buckets
 from oarlock.backend_api.runtime.graph import EagerRunner, GraphRunner, PureProgram
+from oarlock.backend_api.runtime.memory import MemoryProfiler
 from oarlock.backend_api.runtime.ops import Op, Ops, bind_ops, register_op, registry
 from oarlock.backend_api.runtime.quantization import LinearFormat, Quantization, QuantizedWeight, StoredTensor
 
@@ -24,6 +25,7 @@ __all__ = [
     "GraphRunner",
     "IdentityCommunicator",
     "LinearFormat",
+    "MemoryProfiler",
     "Op",
     "Ops",
     "PureProgram",
