@@ -11,12 +11,14 @@ from typing import Any
 
 from oarlock.backend_api import (
     Claims,
+    CommunicatorSpec,
     ConfigChange,
     ConformanceProfile,
     DeviceSpec,
     GraphRunnerSpec,
     MemoryProfilerSpec,
     ProbeResult,
+    Support,
     hookimpl,
 )
 
@@ -135,6 +137,18 @@ def adjust_config(config: Any, device: DeviceSpec) -> list[ConfigChange]:
 def graph_runner(device: Any) -> list[GraphRunnerSpec]:
     """Capture and replay of decodes."""
     return [GraphRunnerSpec(name="cuda-graph", factory="oarlock_cuda.capture:CudaGraphRunner", priority=10)]
+
+
+@hookimpl
+def communicator(device: Any) -> list[CommunicatorSpec]:
+    """Small all-reduces without NCCL, where GPUs read each other's memory; --disable-custom-all-reduce leaves it out."""
+    return [CommunicatorSpec(name="cuda-symmetric", factory="oarlock_cuda.collectives:SymmetricCommunicator", priority=10, supports=_peers_allow)]
+
+
+def _peers_allow(device: Any, **_: Any) -> Support:
+    from oarlock_cuda import collectives  # a worker has torch already
+
+    return collectives.supports(device)
 
 
 @hookimpl

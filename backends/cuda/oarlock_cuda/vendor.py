@@ -1,7 +1,7 @@
-"""Every call to torch.cuda, one function each. Signatures as in torch 2.11 to 2.13.
+"""Every call to torch.cuda and to torch's symmetric memory, one function each. Signatures as in torch 2.11 to 2.13.
 
 Owns: the knowledge of how torch.cuda spells what a device needs, and what its failures mean.
-Reads: torch.cuda.
+Reads: torch.cuda, torch.distributed._symmetric_memory, torch.ops.symm_mem.
 Never: knows a program or a model. The rest of the package calls these and nothing else of torch.cuda.
 
 Run over a stub in tests; never run on hardware.
@@ -18,6 +18,7 @@ import torch
 from oarlock_cuda.plugin import TORCH_INSTALL
 
 TYPE = "cuda"  # of torch.device; tests put another
+BACKEND = "nccl"  # of torch.distributed; tests put another
 
 
 def module() -> Any:
@@ -80,7 +81,7 @@ def describe(index: int) -> str:
 
 def collectives() -> tuple[str, ...]:
     """What torch.distributed can use between GPUs."""
-    return ("nccl",) if torch.distributed.is_available() and torch.distributed.is_nccl_available() else ()
+    return (BACKEND,) if torch.distributed.is_available() and torch.distributed.is_nccl_available() else ()
 
 
 # ---------------------------------------------------------------- memory
@@ -142,3 +143,42 @@ def capture(graph: Any, pool: Any) -> contextlib.AbstractContextManager[Any]:
     """What this thread launches inside is recorded, not run. Other threads (NCCL's watchdog) may ask the driver meanwhile."""
     context: contextlib.AbstractContextManager[Any] = module().graph(graph, pool=pool, capture_error_mode="thread_local")
     return context
+
+
+# ---------------------------------------------------------------- memory that several GPUs read
+def symmetric_problem(ranks: int) -> str:
+    """Why GPUs 0 .. ranks - 1 cannot read each other's memory directly; "" when they can."""
+    cuda = module()
+    if cuda.device_count() < ranks:
+        return f"torch.cuda finds {cuda.device_count()} GPUs"
+    missing = [name for name in ("one_shot_all_reduce_copy", "two_shot_all_reduce_out") if not hasattr(torch.ops.symm_mem, name)]
+    if missing:
+        return f"torch {torch.__version__} has no torch.ops.symm_mem.{missing[0]}"
+    apart = [(a, b) for a in range(ranks) for b in range(ranks) if a != b and not cuda.can_device_access_peer(a, b)]
+    return f"GPU {apart[0][0]} cannot read the memory of GPU {apart[0][1]}" if apart else ""
+
+
+def symmetric_buffer(size: int, device: torch.device) -> torch.Tensor:
+    """`size` bytes that all ranks of the default group can read; every rank must call it. [size] uint8."""
+    from torch.distributed import _symmetric_memory
+
+    buffer = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    _symmetric_memory.rendezvous(buffer, _group())
+    return buffer
+
+
+def one_shot(shared: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of every rank's `tensor`, which goes through `shared`, a part of the buffer of the same shape."""
+    found: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, tensor, "sum", _group())
+    return found
+
+
+def two_shots(shared: torch.Tensor) -> torch.Tensor:
+    """The sum of what every rank has put into `shared`."""
+    found: torch.Tensor = torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", _group(), torch.empty_like(shared))
+    return found
+
+
+def _group() -> str:
+    name: str = torch.distributed.group.WORLD.group_name
+    return name

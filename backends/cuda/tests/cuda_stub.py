@@ -151,6 +151,7 @@ class StubCuda:
     def __init__(self, count: int = 1, total: int = 1024 * MIB, capability: tuple[int, int] = (9, 0)) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.count, self.total, self.capability, self.used, self.kept, self.peak, self.others = count, total, capability, 0, 0, 0, 0
+        self.apart: set[tuple[int, int]] = set()  # GPUs of which the first cannot read the second's memory
         self.CUDAGraph = StandInGraph
 
     def _note(self, name: str, *args: Any, **kwargs: Any) -> None:
@@ -198,6 +199,9 @@ class StubCuda:
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         self._note("get_device_capability", device)
         return self.capability
+
+    def can_device_access_peer(self, device: int, peer_device: int) -> bool:
+        return (device, peer_device) not in self.apart
 
     def get_arch_list(self) -> list[str]:
         self._note("get_arch_list")

@@ -202,7 +202,10 @@ class Worker:
     def _communicator(self, offered: list[Any]) -> Communicator:
         if self.size == 1:
             return IdentityCommunicator(0, 1)
-        spec, names = best(offered, "communicator", device=self.device).spec, self.device.capabilities.collectives
+        chosen, names = best(offered, "communicator", device=self.device), self.device.capabilities.collectives
+        spec = chosen.spec
+        if chosen.rejected and self.rank == 0:
+            log.info("collectives: served by %s, not by %s", spec.name if spec else ", ".join(names) or "none", chosen.rejected)
         if (spec is not None or names) and not self.rendezvous:
             return IdentityCommunicator(self.rank, self.size)  # this rank plans alone
         if spec is not None:
