@@ -10,6 +10,7 @@ CHROMIUM ?=
 REQUESTS    ?= 50000
 SEED        ?= 1
 FUZZ_DEVICE ?= null
+CLIENT ?=
 BIN    := $(VENV)/bin
 
 # Processes that tests run in side by side. A worker of pytest takes about 1 GiB.
@@ -19,7 +20,7 @@ TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/*/tests pl
 
 export VENV PYTHON TORCH
 
-.PHONY: help install serve test test-full test-tpu test-ui fuzz bench wheels lint clean
+.PHONY: help install serve test test-full test-tpu test-ui test-clients fuzz bench wheels lint clean
 
 help:
 	@echo "make install     make $(VENV) with everything that tests need; does nothing when nothing changed"
@@ -29,6 +30,7 @@ help:
 	@echo "make test-tpu    what of the tpu backend can be tested without a TPU, in an environment of its own; writes docs/tpu.md"
 	@echo "make test-ui     the page at / in a headless Chromium, which must be here: [CHROMIUM=/path/to/chromium]"
 	@echo "make fuzz        50,000 mutated requests to a server: [REQUESTS=50000] [SEED=1] [FUZZ_DEVICE=null]; writes docs/reliability/fuzz.<device>.json"
+	@echo "make test-clients other people's clients, each from an environment of its own; writes docs/clients: [CLIENT=\"openai anthropic\"]"
 	@echo "make bench       throughput and latency of the small chat model on this machine"
 	@echo "make wheels      a wheel of each distribution in dist/, that of the cpu backend with its kernels"
 	@echo "make lint        ruff and mypy"
@@ -68,6 +70,10 @@ test-ui: install
 # See docs/reliability.md. About three minutes on the null device.
 fuzz: install
 	@$(BIN)/python tests/reliability/fuzz.py --requests $(REQUESTS) --seed $(SEED) --device $(FUZZ_DEVICE) --out docs/reliability/fuzz.$(FUZZ_DEVICE).json
+
+# Each client has an environment with nothing but the client, and a report in docs/clients.
+test-clients: install
+	@tools/test_clients.sh $(CLIENT)
 
 bench: install
 	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python tools/make_models.py --gguf-only smollm2) || exit 1; \

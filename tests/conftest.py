@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "runtime"))  # `import checkpoints`
+collect_ignore = ["clients"]  # each needs an environment of its own: make test-clients
 
 
 @pytest.fixture(scope="session")

@@ -26,5 +26,5 @@ fi
 bin=${VENV:-.venv}/bin
 model=${MODEL:-}
 [ -n "$model" ] || model=$("$bin/python" tools/make_models.py --gguf-only smollm2)
-OARLOCK="$bin/oarlock" MODEL="$model" CHROMIUM="$chromium" \
+PYTHONPATH=tests/clients OARLOCK="$bin/oarlock" MODEL="$model" CHROMIUM="$chromium" \
   exec "$venv/bin/python" -m pytest -c /dev/null --rootdir plugins/ui/browser -p no:cacheprovider plugins/ui/browser "$@"

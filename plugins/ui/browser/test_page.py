@@ -8,46 +8,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
-import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, Response, expect, sync_playwright
+from serving import NAME, oarlock  # of tests/clients
 
-NAME, KEY = "smollm2", "page-key"
-
-
-@contextmanager
-def oarlock(*flags: str) -> Iterator[str]:
-    """The address of a server that is ready."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    command = [os.environ["OARLOCK"], "serve", os.environ["MODEL"], "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--device", "cpu", "--max-model-len", "2048", "--kv-cache-memory", "100MiB", *flags]
-    process = subprocess.Popen(command)
-    url = f"http://127.0.0.1:{port}/"
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(url + "health", timeout=5)
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, "the server did not become ready"
-                time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(20)
+KEY = "page-key"
 
 
 @pytest.fixture(scope="session")
@@ -102,7 +75,7 @@ class Watched:
 def tab(browser: Browser, server: str) -> Iterator[Watched]:
     watched = Watched(browser, server)
     yield watched
-    others = [request.url for request in watched.requests if not request.url.startswith((server, "data:"))]
+    others = [request.url for request in watched.requests if not request.url.startswith((server + "/", "data:"))]
     assert not others, "the page asked somebody else"
     assert not watched.problems
     watched.close()
@@ -111,13 +84,13 @@ def tab(browser: Browser, server: str) -> Iterator[Watched]:
 def answer(url: str, messages: list[dict[str, str]], **fields: Any) -> str:
     """What the server answers without the page."""
     body = json.dumps({"model": NAME, "messages": messages, **fields}).encode()
-    request = urllib.request.Request(url + "v1/chat/completions", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url + "/v1/chat/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)["choices"][0]["message"]["content"]
 
 
 def running(url: str) -> float:
-    with urllib.request.urlopen(url + "metrics", timeout=10) as response:
+    with urllib.request.urlopen(url + "/metrics", timeout=10) as response:
         return next(float(line.split()[-1]) for line in response.read().decode().splitlines() if line.startswith("vllm:num_requests_running{"))
 
 
@@ -169,7 +142,7 @@ def test_stop_ends_the_request_in_the_engine(tab: Watched) -> None:
 def test_what_the_server_refuses_is_shown_and_the_message_kept(tab: Watched) -> None:
     page = tab.open()
     tab.ask("Hello.", max_tokens=50_000)
-    expect(page.locator("#talk .error")).to_contain_text("2048")
+    expect(page.locator("#talk .error")).to_contain_text("4096")
     assert page.input_value("#text") == "Hello."
     tab.problems = [text for text in tab.problems if "400" not in text]  # the browser's own note of the status
     tab.ask("Hello again.", temperature=0, max_tokens=4)
@@ -203,7 +176,7 @@ def test_the_numbers_live(tab: Watched) -> None:
 
 
 def test_a_key_is_asked_for_and_then_serves_the_whole_page(browser: Browser) -> None:
-    with oarlock("--api-key", KEY) as url:
+    with oarlock(key=KEY) as url:
         stranger = Watched(browser, url)
         assert stranger.page.goto(url).status == 401
         assert "needs the API key" in stranger.page.content()
@@ -216,7 +189,7 @@ def test_a_key_is_asked_for_and_then_serves_the_whole_page(browser: Browser) -> 
         known.close()
 
 
-POST = "async url => (await fetch(url + 'v1/batches', { method: 'POST', mode: 'no-cors', credentials: 'include', body: 'x' })).type"
+POST = "async url => (await fetch(url + '/v1/batches', { method: 'POST', mode: 'no-cors', credentials: 'include', body: 'x' })).type"
 
 
 class Blank(BaseHTTPRequestHandler):
@@ -236,7 +209,7 @@ def test_a_page_of_another_site_gets_nothing_by_the_password_that_the_browser_ke
     """Its script asks for what needs no permission of the server first. tests/test_ui_route.py has what the server does with a password that is sent."""
     other = ThreadingHTTPServer(("127.0.0.1", 0), Blank)
     threading.Thread(target=other.serve_forever, daemon=True).start()
-    with oarlock("--api-key", KEY) as url:
+    with oarlock(key=KEY) as url:
         context = browser.new_context(http_credentials={"username": "anybody", "password": KEY})
         page = context.new_page()
         statuses: list[tuple[int, bool]] = []
