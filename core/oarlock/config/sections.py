@@ -138,6 +138,10 @@ class ServerConfig:
     max_prompts: int = 1024
     max_logit_bias: int = 1024
     max_bad_words: int = 256
+    max_stop_token_ids: int = 1024
+    max_messages: int = 16384
+    max_text_chars: int = 1 << 20  # of a text that need not fit the context
+    max_grammar_chars: int = 1 << 17  # of a schema, pattern, grammar or all choices together
     max_tools: int = 128
     max_tool_bytes: int = 256 << 10  # all tools of a request as JSON
 

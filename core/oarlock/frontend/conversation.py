@@ -32,7 +32,7 @@ _NOT_BUILT_KEYS = {
 }
 
 
-def read_messages(value: Any, template: ChatTemplate | None, *, allow_unknown: bool = False) -> list[dict[str, Any]]:
+def read_messages(value: Any, template: ChatTemplate | None, *, allow_unknown: bool = False, max_messages: int = MAX_MESSAGES) -> list[dict[str, Any]]:
     """The messages, their contents text or text parts; keys of unknown names only where they are allowed.
 
     Raises:
@@ -42,8 +42,8 @@ def read_messages(value: Any, template: ChatTemplate | None, *, allow_unknown: b
         raise _wrong("messages", value, "an array of messages")
     if not value:
         raise InvalidParameter("messages is an empty array; give at least one message.", "messages", "invalid_value")
-    if len(value) > MAX_MESSAGES:
-        raise InvalidParameter(f"messages has {len(value)} messages; the limit is {MAX_MESSAGES}.", "messages", "invalid_value")
+    if len(value) > max_messages:
+        raise InvalidParameter(f"messages has {len(value)} messages; the limit (--max-messages) is {max_messages}.", "messages", "invalid_value")
     return [_message(item, f"messages[{i}]", template, allow_unknown) for i, item in enumerate(value)]
 
 

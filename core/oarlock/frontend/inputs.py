@@ -42,6 +42,8 @@ class InputLimits:
     max_stop_len: int | None = None  # characters of one stop string or bad word
     max_logit_bias: int | None = None  # entries
     max_bad_words: int | None = None  # entries
+    max_stop_token_ids: int | None = None  # entries: under min_tokens each is banned anew at every step
+    max_grammar_chars: int | None = None
     max_temperature: float | None = None
     max_text_chars: int | None = None  # of a text that need not fit the context, or CHARS_A_TOKEN for each of its tokens if that is more
 
@@ -51,16 +53,11 @@ class InputLimits:
         if server is None:
             return cls(max_logprobs=model.max_logprobs, max_logprob_entries=model.max_logprob_entries)
         return cls(
-            max_logprobs=model.max_logprobs,
-            max_logprob_entries=model.max_logprob_entries,
-            max_n=server.max_n,
-            max_stop_strings=server.max_stop_strings,
-            max_stop_len=server.max_stop_len,
-            max_logit_bias=server.max_logit_bias,
-            max_bad_words=server.max_bad_words,
-            max_temperature=2.0,
-            max_text_chars=1 << 20,
-        )
+            max_logprobs=model.max_logprobs, max_logprob_entries=model.max_logprob_entries, max_n=server.max_n, max_temperature=2.0,
+            max_stop_strings=server.max_stop_strings, max_stop_len=server.max_stop_len, max_stop_token_ids=server.max_stop_token_ids,
+            max_logit_bias=server.max_logit_bias, max_bad_words=server.max_bad_words, max_grammar_chars=server.max_grammar_chars,
+            max_text_chars=server.max_text_chars,
+        )  # fmt: skip
 
 
 def default_sampling_fields(summary: ModelSummary, generation_config: str = "auto") -> dict[str, Any]:
@@ -188,7 +185,7 @@ class InputProcessor:
         num_bytes = self._text_bytes(text, param)
         if not bounded and self.longest_text is not None and len(text) > self.longest_text:
             raise InvalidParameter(
-                f"{param} has {len(text)} characters, and with truncate_prompt_tokens the limit is {self.longest_text}; send its end only.",
+                f"{param} has {len(text)} characters, and with truncate_prompt_tokens the limit (--max-text-chars) is {self.longest_text}; send its end only.",
                 param=param,
             )
         limit = self.info.max_model_len
@@ -296,21 +293,25 @@ class InputProcessor:
         """The server's caps, each named with the number that was sent."""
         limits = self.limits
         longest_stop, longest_word = (max(map(len, words), default=0) for words in (params.stop, params.bad_words))
+        wanted = params.structured_outputs
         caps = (
-            ("n", params.n, limits.max_n, "results"),
-            ("best_of", params.num_branches, limits.max_n, "results"),
-            ("stop", len(params.stop), limits.max_stop_strings, "stop strings"),
-            ("stop", longest_stop, limits.max_stop_len, "characters in one stop string"),
-            ("logit_bias", len(params.logit_bias), limits.max_logit_bias, "entries"),
-            ("logit_bias", len(params.logit_bias), self.info.max_logit_bias or None, "entries"),  # the device's shapes
-            ("bad_words", len(params.bad_words), limits.max_bad_words, "entries"),
-            ("bad_words", longest_word, limits.max_stop_len, "characters in one entry"),
-            ("temperature", params.temperature, limits.max_temperature, ""),
+            ("n", params.n, limits.max_n, "results", "max-n"),
+            ("best_of", params.num_branches, limits.max_n, "results", "max-n"),
+            ("stop", len(params.stop), limits.max_stop_strings, "stop strings", "max-stop-strings"),
+            ("stop", longest_stop, limits.max_stop_len, "characters in one stop string", "max-stop-len"),
+            ("stop_token_ids", len(params.stop_token_ids), limits.max_stop_token_ids, "entries", "max-stop-token-ids"),
+            ("logit_bias", len(params.logit_bias), limits.max_logit_bias, "entries", "max-logit-bias"),
+            ("logit_bias", len(params.logit_bias), self.info.max_logit_bias or None, "entries", ""),  # the device's shapes
+            ("bad_words", len(params.bad_words), limits.max_bad_words, "entries", "max-bad-words"),
+            ("bad_words", longest_word, limits.max_stop_len, "characters in one entry", "max-stop-len"),
+            ("temperature", params.temperature, limits.max_temperature, "", ""),
+            (wanted.param if wanted else "", len(wanted.text) if wanted else 0, limits.max_grammar_chars, "characters", "max-grammar-chars"),
         )
-        for name, number, cap, what in caps:
+        for name, number, cap, what, flag in caps:
             if cap is not None and number is not None and number > cap:
-                shown = f"{number:g}" if isinstance(number, float) else str(number)
-                raise InvalidParameter(f"{name}: {shown} {what}".rstrip() + f", but the limit here is {cap:g}; send less.", param=name)
+                shown, most = (f"{one:g}" if isinstance(one, float) else str(one) for one in (number, cap))
+                limit = f"the limit here{f' (--{flag})' if flag else ''} is {most}"
+                raise InvalidParameter(f"{name}: {shown} {what}".rstrip() + f", but {limit}; send less.", param=name)
         vocab_size = self.info.vocab_size
         for name in ("logprobs", "prompt_logprobs"):
             number = getattr(params, name)

@@ -104,6 +104,7 @@ def _check_lengths(parsed: dict[str, Any], table: Table, server: ServerConfig) -
         "logit_bias": ("max-logit-bias", server.max_logit_bias),
         "stop": ("max-stop-strings", server.max_stop_strings),
         "bad_words": ("max-bad-words", server.max_bad_words),
+        "stop_token_ids": ("max-stop-token-ids", server.max_stop_token_ids),
     }
     for name, (flag, cap) in caps.items():
         value = parsed.get(name)

@@ -31,7 +31,7 @@ async def create_chat_completion(request: Request, state: ServerState) -> Respon
     state.check_room()
     values, headers = await checked_body(request, state, CHAT)
     template = template_for(values, state)
-    messages = read_messages(values["messages"], template, allow_unknown=state.server.allow_unknown_fields)
+    messages = read_messages(values["messages"], template, allow_unknown=state.server.allow_unknown_fields, max_messages=state.server.max_messages)
     params, options, length_name = chat_settings(values, state.defaults, state.engine.scheduler.policy)
     use = read_tools(values, state, template)
     params = constrain(params, use, state.parsers)

@@ -176,7 +176,7 @@ async def tokenize(request: Request, state: ServerState) -> Response:
     tokenizer = _tokenizer(state)
     if "messages" in values:
         template = template_for(values, state)
-        messages = read_messages(values["messages"], template, allow_unknown=state.server.allow_unknown_fields)
+        messages = read_messages(values["messages"], template, allow_unknown=state.server.allow_unknown_fields, max_messages=state.server.max_messages)
         text = render(messages, values, state, template, read_tools(values, state, template).shown)
     else:
         text = values["prompt"]
@@ -184,7 +184,7 @@ async def tokenize(request: Request, state: ServerState) -> Response:
             raise wrong("prompt", text, "a string")
     limit = state.llm.processor.longest_text
     if len(text) > limit:
-        raise bad("prompt" if "prompt" in values else "messages", f"The text has {len(text)} characters, the limit is {limit}; tokenize it in pieces.")
+        raise bad("prompt" if "prompt" in values else "messages", f"The text has {len(text)} characters, the limit (--max-text-chars) is {limit}; tokenize it in pieces.")
     special = values.get("add_special_tokens", "prompt" in values)
     if len(text) > THREAD_CHARS:
         ids = await in_text_thread(functools.partial(tokenizer.encode, text, special))
@@ -201,7 +201,7 @@ async def detokenize(request: Request, state: ServerState) -> Response:
     ids = state.llm.processor.check_token_ids(token_ids(values["tokens"], "tokens"), "tokens", may_be_empty=True)
     limit = state.llm.processor.longest_text
     if len(ids) > limit:
-        raise bad("tokens", f"tokens has {len(ids)} entries, the limit is {limit}; detokenize them in pieces.")
+        raise bad("tokens", f"tokens has {len(ids)} entries, the limit (--max-text-chars) is {limit}; detokenize them in pieces.")
     decode = functools.partial(tokenizer.decode, ids, skip_special_tokens=False)
     return reply({"prompt": await in_text_thread(decode) if len(ids) > THREAD_CHARS else decode()}, headers=headers)
 

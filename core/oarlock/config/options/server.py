@@ -77,6 +77,13 @@ OPTIONS: tuple[Option, ...] = (
     _limit("max-prompts", "int", 1024, "Most prompts in one request.", "server.max_prompts"),
     _limit("max-logit-bias", "int", 1024, "Most entries of logit_bias.", "server.max_logit_bias"),
     _limit("max-bad-words", "int", 256, "Most bad_words.", "server.max_bad_words"),
+    _limit("max-stop-token-ids", "int", 1024, "Most stop_token_ids.", "server.max_stop_token_ids"),
+    _limit("max-messages", "int", 16384, "Most messages of one conversation, up to 16384.", "server.max_messages", high=16384),
+    _limit(
+        "max-text-chars", "int", 1 << 20, "Longest text that need not fit the context: of /tokenize, and with truncate_prompt_tokens. 32 characters for each token "
+        "of the context are taken all the same.", "server.max_text_chars",
+    ),
+    _limit("max-grammar-chars", "int", 1 << 17, "Longest schema, pattern, grammar or list of choices, up to 131072.", "server.max_grammar_chars", high=1 << 17),
     _log("log-level", "str", "info", "Least level that is logged.", "observability.log_level", choices=("debug", "info", "warning", "error")),
     _log("log-json", "bool", False, "Log one JSON object a line.", "observability.log_json"),
     _log(
