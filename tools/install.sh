@@ -63,6 +63,9 @@ if [ "$compiler" = none ] || [ "${OARLOCK_CPU_KERNELS:-}" = 0 ]; then echo "inst
 "${pip[@]}" --no-build-isolation "${packages[@]}"
 # What the tpu backend needs has an environment of its own (make test-tpu); here is its light half.
 if [ "$what" = test ]; then "${pip[@]}" --no-build-isolation --no-deps -e backends/tpu; fi
+# The kernels of plugins/triton_kernels run in Triton's interpreter here, and are compiled for chips that are not. The CPU build of torch
+# brings no Triton. Without its dependencies: it must change nothing of what is installed.
+if [ "$what" = test ]; then "${pip[@]}" --no-deps triton==3.7.1; fi
 # What serves is asked of the package itself: pip hides what a build says.
 problem=$("$venv/bin/python" -c 'from oarlock_cpu import native; print(native.problem())')
 if [ -n "$problem" ]; then

@@ -15,6 +15,8 @@ from source_code import CORE, ROOT, Import, imports, packages_outside_core, pyth
 DISTRIBUTIONS = {"google": "protobuf", "lmformatenforcer": "lm-format-enforcer", "sentencepiece": "sentencepiece", "yaml": "pyyaml", "zmq": "pyzmq"}
 # torch is the device package's affair (a requirement of ours would bring the wrong build).
 FROM_THE_DEVICE = {"torch"}
+# So is triton, which comes with it; kernels may import it, core never.
+KERNELS_TOO = FROM_THE_DEVICE | {"triton"}
 # Imported only where a user asks for them: a family without a native file, the kit's pytest plugin.
 OPTIONAL = {"pytest", "transformers"}
 
@@ -56,7 +58,7 @@ def test_core_declares_what_it_imports():
 @pytest.mark.parametrize("package", sorted(packages_outside_core()))
 def test_backends_and_plugins_declare_what_they_import(package):
     folder = packages_outside_core()[package]
-    assert not missing(folder, declared(folder.parent / "pyproject.toml") | {"torch"})
+    assert not missing(folder, declared(folder.parent / "pyproject.toml") | KERNELS_TOO)
 
 
 def test_tests_declare_what_they_import():

@@ -20,7 +20,7 @@ import pytest
 from oarlock.backend_api import API_VERSION, Extension, Hooks
 from oarlock.backend_api.runtime import Attention, Communicator, Device, GraphRunner
 from oarlock.plugins import api_problem, installed
-from source_code import ROOT, core_modules, is_within, tree
+from source_code import ROOT, core_modules, is_within, packages_outside_core, python_files, shown, tree
 
 HOOKS = sorted(name for name, member in vars(Hooks).items() if not name.startswith("_") and callable(member))
 EXAMPLE_LINES = 5
@@ -48,6 +48,7 @@ def parts(hook: str) -> tuple[str, str, str]:
 
 # ---------------------------------------------------------------- users
 SHOWN = {"batch_invariant": "a promise to the user: `oarlock doctor` shows it, and docs/sampling.md says what follows"}
+IN_PLUGINS = {"triton": "kernels for every device that can run them are a plugin's"}  # read there instead of in core
 
 
 @pytest.mark.parametrize(("record", "name"), [(r, f.name) for r in (api.Capabilities, api.Claims) for f in dataclasses.fields(r)])
@@ -58,12 +59,16 @@ def test_what_a_device_declares_is_read_by_core(record, name):
         return
     readers = [
         module
-        for module, path in core_modules().items()
+        for module, path in (plugin_modules() if name in IN_PLUGINS else core_modules().items())
         if not is_within(module, "oarlock.backend_api", "oarlock.conformance")
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node.value).endswith(READERS[record])
     ]
     assert readers, f"nothing reads {record.__name__}.{name}"
+
+
+def plugin_modules() -> list[tuple[str, Path]]:
+    return [(shown(p), p) for folder in packages_outside_core().values() if folder.is_relative_to(ROOT / "plugins") for p in python_files(folder)]
 
 
 # ---------------------------------------------------------------- documents

@@ -41,6 +41,7 @@ class XpuDevice(Device):
             block_sizes=plugin.BLOCK_SIZES,
             pinned_memory=vendor.can_pin(),
             collectives=vendor.collectives(),
+            triton=vendor.has_triton(),
         )
 
     @property

@@ -91,6 +91,15 @@ def can_pin() -> bool:
     return TYPE == "xpu" and module().is_available()
 
 
+def has_triton() -> bool:
+    """Whether a Triton that compiles for these GPUs is installed. The one on the usual index does not; torch's build for XPU brings its own."""
+    try:
+        from triton.backends import backends
+    except ImportError:
+        return False
+    return "intel" in backends
+
+
 # ---------------------------------------------------------------- graphs
 def graph_problem(index: int) -> str:
     """Why programs cannot be captured; "" when a tiny one was, and replayed rightly.

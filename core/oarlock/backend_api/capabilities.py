@@ -28,6 +28,7 @@ class Capabilities:
     collectives: tuple[str, ...] = ()  # torch.distributed backends; () means one device only
     batch_invariant: tuple[str, ...] = ()  # dtypes in which a row's bits do not depend on the batch's shape
     default_swap_bytes: int = 4 << 30
+    triton: bool = False  # Triton is installed with a driver for this device: its tensors may be given to Triton kernels
 
 
 @dataclass(frozen=True, slots=True)
