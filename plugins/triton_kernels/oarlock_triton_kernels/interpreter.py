@@ -1,7 +1,7 @@
 """Triton's interpreter, made to compute as a device does. For tests; nothing else imports this.
 
-Owns: the correction of bf16 products, and the count of programs.
-Reads: `triton.runtime.interpreter`.
+Owns: the correction of bf16 products and of narrowing casts.
+Reads: `triton.runtime.interpreter`, torch (its casts).
 Never: is imported where kernels are compiled.
 
 Set TRITON_INTERPRET=1 before any kernel's module is imported: `triton.jit` looks at it when it decorates. Then call `put_right`.
@@ -13,15 +13,22 @@ import os
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+_TORCH = {
+    tl.float64: torch.float64, tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2,
+}  # fmt: skip
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def put_right() -> None:
-    """Make tl.dot of bf16 multiply numbers.
+    """Make tl.dot of bf16 multiply numbers, and narrowing casts round to nearest even.
 
     WORKAROUND(triton 3.7.1 and 3.9.0, remove when its interpreter widens bf16 itself): it keeps bf16 as uint16, and its dot multiplies those
-    patterns.
+    patterns; its casts to bf16 cut bits off, and those to 8-bit floats lose a carry into the exponent.
 
     Raises:
         RuntimeError: TRITON_INTERPRET is not 1; kernels would be compiled.
@@ -37,6 +44,7 @@ def put_right() -> None:
 
     create_dot.widens_bf16 = True  # type: ignore[attr-defined]
     interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter._convert_float = _converted
 
 
 def _wide(handle: Any) -> Any:
@@ -44,3 +52,10 @@ def _wide(handle: Any) -> Any:
         return handle
     bits = handle.data.astype(np.uint32) << 16
     return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def _converted(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+    """`data`, bits of `source` numbers, as `target` numbers."""
+    given = torch.from_numpy(np.array(data, order="C", ndmin=1)).view(_TORCH[source])
+    bits = given.to(_TORCH[target]).view(_WORDS[target.primitive_bitwidth // 8]).numpy()
+    return bits.view(f"uint{target.primitive_bitwidth}").reshape(np.shape(data))
