@@ -42,7 +42,9 @@ def _op(op: str, factory: str, prepare: str | None = None, supports: Any = suppo
 ATTENTION: tuple[AttentionSpec, ...] = ()
 
 # ---------------------------------------------------------------- norms, rotary, activations
-ELEMENTWISE: tuple[OpImpl, ...] = ()
+ELEMENTWISE: tuple[OpImpl, ...] = tuple(
+    _op(op, f"elementwise:{op}") for op in ("rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "silu_and_mul", "gelu_and_mul", "activation")
+)
 
 # ---------------------------------------------------------------- experts
 MOE: tuple[OpImpl, ...] = ()
@@ -55,4 +57,9 @@ LINEAR: tuple[OpImpl, ...] = ()
 
 OPS: tuple[OpImpl, ...] = (*ELEMENTWISE, *MOE, *SAMPLING, *LINEAR)
 
-CHAPTERS: tuple[Chapter, ...] = ()
+CHAPTERS: tuple[Chapter, ...] = (
+    *(
+        Chapter(f"elementwise:{name}_kernel", f"launches.elementwise:{name}")
+        for name in ("rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "activation")
+    ),
+)
