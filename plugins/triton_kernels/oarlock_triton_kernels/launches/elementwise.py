@@ -8,6 +8,7 @@ Never: computes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -27,11 +28,11 @@ def rms_norm() -> Iterator[Launch]:
     for model in MODELS:
         for tokens in (_DECODES, TOKENS):
             x, weight = meta(tokens, model.hidden), meta(model.hidden)
-            yield Launch(model.name, f"{tokens} tokens", lambda m=model, x=x, w=weight: elementwise.rms_norm(x, w, _eps(m)), quick=tokens == TOKENS)
+            yield Launch(model.name, f"{tokens} tokens", partial(elementwise.rms_norm, x, weight, _eps(model)), quick=tokens == TOKENS)
     for model in (QWEN, GEMMA):
         qkv = meta(TOKENS, model.heads + 2 * model.kv_heads, model.head_dim)
         q, weight = qkv[:, : model.heads], meta(model.head_dim)
-        yield Launch(model.name, f"query heads of {TOKENS} tokens", lambda q=q, w=weight: elementwise.rms_norm(q, w, 1e-6), quick=model is QWEN)
+        yield Launch(model.name, f"query heads of {TOKENS} tokens", partial(elementwise.rms_norm, q, weight, 1e-6), quick=model is QWEN)
 
 
 def fused_add_rms_norm() -> Iterator[Launch]:
@@ -39,7 +40,7 @@ def fused_add_rms_norm() -> Iterator[Launch]:
     for model in MODELS:
         for tokens in (1, TOKENS):
             x, residual, weight = meta(tokens, model.hidden), meta(tokens, model.hidden, dtype=torch.float32), meta(model.hidden)
-            call = lambda m=model, x=x, r=residual, w=weight: elementwise.fused_add_rms_norm(x, r, w, _eps(m))
+            call = partial(elementwise.fused_add_rms_norm, x, residual, weight, _eps(model))
             yield Launch(model.name, f"{tokens} tokens", call, quick=tokens == TOKENS and model is not GEMMA)
 
 
@@ -47,7 +48,7 @@ def layer_norm() -> Iterator[Launch]:
     """None of the three has it; at their sizes."""
     for model in MODELS:
         x, weight = meta(TOKENS, model.hidden), meta(model.hidden)
-        yield Launch(model.name, f"{TOKENS} tokens", lambda x=x, w=weight: elementwise.layer_norm(x, w, w, 1e-5), quick=model is LLAMA)
+        yield Launch(model.name, f"{TOKENS} tokens", partial(elementwise.layer_norm, x, weight, weight, 1e-5), quick=model is LLAMA)
 
 
 def rotary() -> Iterator[Launch]:
@@ -56,14 +57,14 @@ def rotary() -> Iterator[Launch]:
         for tokens in (_DECODES, TOKENS):
             qkv = meta(tokens, model.heads + 2 * model.kv_heads, model.head_dim)
             qk, table = qkv[:, : model.heads + model.kv_heads], meta(8192, 2, model.head_dim // 2, dtype=torch.float32)
-            call = lambda qk=qk, t=table, p=meta(tokens, dtype=torch.int32): elementwise.rotary(qk, p, t)
+            call = partial(elementwise.rotary, qk, meta(tokens, dtype=torch.int32), table)
             yield Launch(model.name, f"heads of {tokens} tokens", call, quick=tokens == TOKENS and model is not QWEN)
 
 
 def activation() -> Iterator[Launch]:
     """The gate of each model's feed-forward."""
     for model in MODELS:
-        gate = elementwise.silu_and_mul if model.activation == "silu" else lambda x: elementwise.gelu_and_mul(x, "tanh")
+        gate = elementwise.silu_and_mul if model.activation == "silu" else partial(elementwise.gelu_and_mul, approximate="tanh")
         for tokens in (1, TOKENS):
             x = meta(tokens, 2 * model.intermediate)
-            yield Launch(model.name, f"{tokens} tokens", lambda g=gate, x=x: g(x), quick=tokens == TOKENS and model is not QWEN)
+            yield Launch(model.name, f"{tokens} tokens", partial(gate, x), quick=tokens == TOKENS and model is not QWEN)
