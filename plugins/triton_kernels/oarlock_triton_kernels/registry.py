@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from oarlock.backend_api import AttentionSpec, OpImpl, Support
+from oarlock.backend_api import AttentionSpec, OpImpl, Support, always
 
 PRIORITY = 10  # above the reference (which needs no record); a device package that knows better takes more
 DTYPES = ("float32", "float16", "bfloat16")
-HEAD_DIMS = (64, 80, 96, 128, 256)
+MAX_HEAD_DIM, MAX_GROUP, MIN_BLOCK_SIZE = 256, 64, 8
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -39,7 +39,23 @@ def _op(op: str, factory: str, prepare: str | None = None, supports: Any = suppo
 
 
 # ---------------------------------------------------------------- attention
-ATTENTION: tuple[AttentionSpec, ...] = ()
+def supports_attention(*, dtype: Any, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int, **_: Any) -> Support:
+    """Full and window layers, any soft cap."""
+    reasons = list(supports_dtype(dtype=dtype).reasons)
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        reasons.append(f"head_dim {head_dim} exceeds {MAX_HEAD_DIM}")
+    if num_heads // num_kv_heads > MAX_GROUP:
+        reasons.append(f"{num_heads // num_kv_heads} query heads for each kv head are more than {MAX_GROUP}")
+    if block_size < MIN_BLOCK_SIZE:
+        reasons.append(f"block_size {block_size} is less than {MIN_BLOCK_SIZE}")
+    return Support(not reasons, tuple(reasons))
+
+
+ATTENTION = (
+    AttentionSpec(
+        name="triton", factory="oarlock_triton_kernels.attention:TritonAttention", priority=PRIORITY, supports=supports_attention, kv_dtypes=KV_DTYPES
+    ),
+)
 
 # ---------------------------------------------------------------- norms, rotary, activations
 ELEMENTWISE: tuple[OpImpl, ...] = tuple(
@@ -50,7 +66,10 @@ ELEMENTWISE: tuple[OpImpl, ...] = tuple(
 MOE: tuple[OpImpl, ...] = ()
 
 # ---------------------------------------------------------------- logits: sampling, penalties, log-probabilities
-SAMPLING: tuple[OpImpl, ...] = ()
+SAMPLING: tuple[OpImpl, ...] = (  # logits are float32 whatever the model's dtype
+    *(_op(op, f"sampling:{op}", supports=always) for op in ("greedy", "sample")),
+    *(_op(op, f"logits:{op}", supports=always) for op in ("apply_penalties", "apply_bias", "apply_mask", "logprobs")),
+)
 
 # ---------------------------------------------------------------- linears
 LINEAR: tuple[OpImpl, ...] = ()
@@ -58,8 +77,19 @@ LINEAR: tuple[OpImpl, ...] = ()
 OPS: tuple[OpImpl, ...] = (*ELEMENTWISE, *MOE, *SAMPLING, *LINEAR)
 
 CHAPTERS: tuple[Chapter, ...] = (
+    Chapter("cache:write_kv_kernel", "launches.attention:write_kv"),
+    Chapter("attention_chunks:attend_chunks_kernel", "launches.attention:chunks", has_products=True),
+    Chapter("attention_decode:plan_decodes_kernel", "launches.attention:plan"),
+    Chapter("attention_decode:attend_split_kernel", "launches.attention:split", has_products=True),
+    Chapter("attention_decode:attend_prefix_kernel", "launches.attention:prefix", has_products=True),
+    Chapter("attention_decode:attend_merge_kernel", "launches.attention:merge"),
     *(
         Chapter(f"elementwise:{name}_kernel", f"launches.elementwise:{name}")
         for name in ("rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "activation")
     ),
+    *(Chapter(f"sampling:{name}_kernel", "launches.sampling:sample") for name in ("survey", "cut", "draw", "pick")),
+    *(Chapter(f"logits:{name}_kernel", "launches.sampling:apply_penalties") for name in ("count", "penalties")),
+    Chapter("logits:bias_kernel", "launches.sampling:apply_bias"),
+    Chapter("logits:mask_kernel", "launches.sampling:apply_mask"),
+    *(Chapter(f"logits:{name}_kernel", "launches.sampling:logprobs") for name in ("chunk_logprobs", "logprobs")),
 )

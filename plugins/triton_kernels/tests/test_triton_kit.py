@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from oarlock.conformance import ops_level
+from oarlock.conformance import attention_level, ops_level
 from oarlock_triton_kernels import registry
 
 OPS = sorted({impl.op for impl in registry.OPS})
@@ -13,3 +13,11 @@ OPS = sorted({impl.op for impl in registry.OPS})
 def test_an_op_equals_its_reference(subject, passed, op):
     assert {"triton"} == {served_by for name, served_by, _ in subject.ops("float32").table if name == op}
     assert len(passed(list(ops_level.cases()), rf"^{op}\[(?!coverage)")) > 3
+
+
+def test_attention_equals_dense_attention(subject, passed):
+    capabilities = subject.device.capabilities
+    ids = passed(list(attention_level.cases(capabilities.dtypes, capabilities.block_sizes)))
+    assert set(subject.attention_served.values()) == {"triton"}
+    for part in (*capabilities.dtypes, "mixed", "window=24", "softcap=0.5", "dim=256", "dim=80", "heads=9/3", "kv=fp8_e4m3", "block=8"):
+        assert any(part in case for case in ids), part

@@ -52,6 +52,7 @@ class Launch:
     quick: bool = False  # compiled by every test run; the rest by --full and by tools/gen_kernels_doc.py
     chips: tuple[str, ...] = CHIPS
     spills: str = ""  # why this launch may spill registers; "": it may not
+    no_products: str = ""  # why it has no matrix instruction though its chapter's kernel has
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -1,0 +1,40 @@
+"""What kernels are sized by: what the driver says of the chip that launches go to.
+
+Owns: `Chip` and the question to Triton's driver.
+Reads: triton's active driver.
+Never: knows a chip by name; measures.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton.compiler import make_backend
+from triton.runtime import driver
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """One device."""
+
+    units: int  # multiprocessors, compute units: how many programs at least keep all of it busy
+    shared_bytes: int  # that one program may use
+    fp8: frozenset[str]  # 8-bit floats that it converts itself, by Triton's names
+
+
+_INTERPRETED = Chip(units=4, shared_bytes=98_304, fp8=frozenset())  # few programs, and still several a row
+
+
+def chip() -> Chip:
+    """The current device's."""
+    return _INTERPRETED if triton.knobs.runtime.interpret else _described(driver.active.get_current_device())
+
+
+@functools.cache
+def _described(device: Any) -> Chip:
+    said = driver.active.utils.get_device_properties(device)
+    options = make_backend(driver.active.get_current_target()).parse_options({})
+    return Chip(said["multiprocessor_count"], said["max_shared_mem"], frozenset(options.supported_fp8_dtypes))
