@@ -42,20 +42,24 @@ def attend_chunks_kernel(
     G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr,
     DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T // (M // G) + R + 1, K).
+    """Grid: (T // (M // G) + R + 1, K). Causal attention of a step's new tokens over their rows' paged contexts.
 
-    Causal attention of a step's new tokens over their rows' paged contexts. A program has M // G tokens of one row with all G query heads
-    of one kv head, so that a tile of keys is read once for all of them. Row r starts at program starts[r] // (M // G) + r, whatever the
-    lengths are: the grid needs no value from the device. Long contexts come first. Tiles that every line sees whole have no mask.
+    A program has M // G tokens of one row with all G query heads of one kv head, so that a tile of keys is read once for all of them. Row r
+    starts at program starts[r] // (M // G) + r, whatever the lengths are: the grid needs no value from the device. What lies beyond the last
+    row is one more row, which sees nothing. Long contexts come first. Tiles that every line sees whole have no mask.
 
-    Shapes:
-        out_ptr, q_ptr: [T, H, D] (stride_ot, D, 1) and (stride_qt, stride_qh, 1), model dtype; tokens beyond the last row become 0
-        k_ptr, v_ptr: [B, K, S, D] (stride_cb, stride_ch, D, 1), cache dtype; 8-bit floats as uint8
-        table_ptr: [R, W] (stride_tr, 1) int32 block ids; seq_lens_ptr: [R] int32; starts_ptr: [R + 1] int32
-        slopes_ptr, sinks_ptr: [H] float32
-    Reference: `ReferenceAttention.attend`
-    Cost: 4 H D pairs FLOP, pairs = the (query, key) pairs that see each other; 2 T H D + ceil(T G / M) 2 L K D values, the latter mostly from L2
-    Bound: the matrix units, from some 100 new tokens on: M = 128 lines do 4 M D FLOP for 4 D bytes of a key and its value.
+    out_ptr:   [T, H, D]  model dtype, strides (stride_ot, D, 1); tokens of padded rows and beyond the last row become 0
+    q_ptr:     [T, H, D]  model dtype, strides (stride_qt, stride_qh, 1)
+    k_ptr, v_ptr: [B, K, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
+    table_ptr: [R, W]  int32 block ids, strides (stride_tr, 1)
+    seq_lens_ptr, starts_ptr: [R] and [R + 1]  int32
+    slopes_ptr, sinks_ptr: [H]  float32
+    DP, M, N:  D rounded up to a power of two; query lines of a program; keys of a tile
+    KIND, DOT: how 8-bit floats are read; the dtype of products
+
+    Reference: oarlock.runtime.reference.attention.ReferenceAttention.attend.
+    Cost: 4 H D FLOP for each pair of a query and a key that it sees; 2 T H D + 2 L K D ceil(T G / M) values, of which the keys come mostly from L2.
+    Bound: the matrix units, from some 100 new tokens on: M = 128 lines do 4 M D FLOP for the 4 D bytes of a key and its value.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)

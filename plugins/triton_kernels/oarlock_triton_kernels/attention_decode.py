@@ -55,16 +55,17 @@ def plan_decodes_kernel(
     numbers_ptr, table_ptr, seq_lens_ptr, window, num_rows, width, stride_tr, RP: tl.constexpr, WP: tl.constexpr, S: tl.constexpr,
     N: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_PREFIX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (1,).
+    """Grid: (1,). Where each row's tiles begin in the line of all tiles, and how many keys all rows share from the start.
 
-    Where each row's tiles begin in the line of all tiles, and how many keys all rows share from the start.
+    numbers_ptr:  [R + 2]  int32: first tile of each row, count of tiles, shared keys
+    table_ptr:    [R, W]  int32 block ids, strides (stride_tr, 1)
+    seq_lens_ptr: [R]  int32, 0 for a padded row
+    RP, WP:       R rounded up to a power of two; columns of the table that are compared at a time
+    N, LEAST:     keys of a tile; fewest shared keys that count
 
-    Shapes:
-        numbers_ptr: [R + 2] int32: first tile of each row, count of tiles, shared keys
-        table_ptr: [R, W] (stride_tr, 1) int32; seq_lens_ptr: [R] int32, 0 for a padded row
-    Reference: the sums in `test_triton_decode.py`
-    Cost: R W comparisons at most; 4 R W bytes where all is shared, else 4 R WP
-    Bound: latency, of one program once a step.
+    Reference: the sums in tests/test_triton_attention.py; the mathematics is ReferenceAttention.metadata's.
+    Cost: at most R W comparisons of 4 R W bytes; R WP where the first columns differ.
+    Bound: latency, of one program once a step for all layers.
     """
     row = tl.arange(0, RP)
     seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
@@ -119,19 +120,25 @@ def attend_split_kernel(
     G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, KIND: tl.constexpr,
     DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P, K).
+    """Grid: (P, K). Attention of the tiles that a program has in the line of all rows' tiles, row after row.
 
-    Attention of the tiles that a program has in the line of all rows' tiles, row after row; all G query heads of a kv head at once, so that the
-    cache is read once. G is padded to M = 16 lines for the matrix units.
+    All G query heads of a kv head are computed at once, so that the cache is read once; G is padded to M = 16 lines for the matrix units.
+    Every tile is masked: the mask is hidden behind the reads.
 
-    Shapes:
-        out_ptr, q_ptr: [R, H, D] (stride_or, D, 1) and (stride_qr, stride_qh, 1), model dtype
-        part_ptr: [P + R, H, D] float32, contiguous; weight_ptr: [P + R, H] float32, log2 of the sum of exp of a part's scores
-        k_ptr, v_ptr: [B, K, S, D] (stride_cb, stride_ch, D, 1), cache dtype; 8-bit floats as uint8
-        table_ptr: [R, W] (stride_tr, 1) int32; seq_lens_ptr: [R] int32; numbers_ptr: [R + 2] int32; slopes_ptr, sinks_ptr: [H] float32
-    Reference: `ReferenceAttention.attend`
-    Cost: 4 H D sum(L) FLOP; 2 K D sum(L) cache values, and 8 (P + R) H D bytes of parts
-    Bound: bandwidth of the cache: a key and its value are 4 D bytes for 4 G D FLOP.
+    out_ptr:    [R, H, D]  model dtype, strides (stride_or, D, 1)
+    part_ptr:   [P + R, H, D]  float32, contiguous: attention over a part of a row's keys
+    weight_ptr: [P + R, H]  float32, contiguous: log2 of the sum of exp of a part's scores
+    q_ptr:      [R, H, D]  model dtype, strides (stride_qr, stride_qh, 1)
+    k_ptr, v_ptr: [B, K, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
+    table_ptr:  [R, W]  int32 block ids, strides (stride_tr, 1)
+    seq_lens_ptr, numbers_ptr: [R] and [R + 2]  int32, the latter made by plan_decodes_kernel
+    slopes_ptr, sinks_ptr: [H]  float32
+    DP, M, N, LEAST: D rounded up to a power of two; lines and keys of a tile; fewest tiles of a program
+    KIND, DOT:  how 8-bit floats are read; the dtype of products
+
+    Reference: oarlock.runtime.reference.attention.ReferenceAttention.attend.
+    Cost: 4 H D sum(L) FLOP; 2 K D sum(L) cache values, and at most 4 (P + R) H D bytes of parts.
+    Bound: memory: a key and its value are 4 D bytes for 4 G D FLOP.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
     prefix = tl.load(numbers_ptr + num_rows + 1)
@@ -178,16 +185,21 @@ def attend_prefix_kernel(
     G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr,
     DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(R / (M // G)), K, Q).
+    """Grid: (ceil(R / (M // G)), K, Q). Attention of M // G rows at once over one of Q parts of the keys that all rows share.
 
-    Attention of M // G rows at once over one of Q parts of the keys that all rows share; nothing where they share none.
+    Where they share none, it ends at once. A tile has M = 64 lines, and its keys are read for all of them.
 
-    Shapes:
-        part_ptr: [R, Q, H, D] float32, contiguous; weight_ptr: [R, Q, H] float32
-        the others: as attend_split_kernel
-    Reference: `ReferenceAttention.attend`
-    Cost: 4 H D R prefix FLOP; ceil(R G / M) 2 K D prefix cache values, where the rows' own reads were 2 K D R prefix
-    Bound: the matrix units from some 100 rows on, before that bandwidth.
+    part_ptr:   [R, Q, H, D]  float32, contiguous
+    weight_ptr: [R, Q, H]  float32, contiguous
+    q_ptr:      [R, H, D]  model dtype, strides (stride_qr, stride_qh, 1)
+    k_ptr, v_ptr: [B, K, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
+    table_ptr:  [R, W]  int32 block ids, strides (stride_tr, 1)
+    seq_lens_ptr, numbers_ptr: [R] and [R + 2]  int32
+    slopes_ptr: [H]  float32
+
+    Reference: oarlock.runtime.reference.attention.ReferenceAttention.attend.
+    Cost: 4 H D R X FLOP for X shared keys; 2 K D X ceil(R G / M) cache values, where rows by themselves read 2 K D X R.
+    Bound: memory while ceil(R G / M) is small, then the matrix units.
     """
     prefix = tl.load(numbers_ptr + num_rows + 1)
     if prefix > 0:
@@ -237,17 +249,17 @@ def attend_merge_kernel(
     out_ptr, part_ptr, weight_ptr, prefix_part_ptr, prefix_weight_ptr, numbers_ptr, sinks_ptr, num_rows, programs, parts, stride_or,
     D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, H).
+    """Grid: (R, H). Joins the parts of a row that attend_split_kernel cut, and those of a shared prefix; a padded row becomes 0.
 
-    Joins the parts of a row that attend_split_kernel cut, with those of a shared prefix; a padded row becomes 0.
+    out_ptr:    [R, H, D]  model dtype, strides (stride_or, D, 1)
+    part_ptr, weight_ptr: [P + R, H, D] and [P + R, H]  float32, contiguous
+    prefix_part_ptr, prefix_weight_ptr: [R, Q, H, D] and [R, Q, H]  float32, contiguous
+    numbers_ptr, sinks_ptr: [R + 2]  int32; [H]  float32
+    DP, C, LEAST: D rounded up to a power of two; parts that are read at a time; fewest tiles of a program
 
-    Shapes:
-        out_ptr: [R, H, D] (stride_or, D, 1), model dtype; part_ptr: [P + R, H, D], weight_ptr: [P + R, H] float32, contiguous
-        prefix_part_ptr: [R, Q, H, D], prefix_weight_ptr: [R, Q, H] float32, contiguous
-        numbers_ptr: [R + 2] int32; sinks_ptr: [H] float32
-    Reference: `ReferenceAttention.attend`
-    Cost: 3 (P + R Q) H D FLOP; 4 (P + R Q) H D + 2 R H D bytes
-    Bound: latency: at most P + R parts, and those of one row are read at once.
+    Reference: oarlock.runtime.reference.attention.ReferenceAttention.attend.
+    Cost: 3 (P + R Q) H D FLOP; 4 (P + R Q) H D bytes, and w R H D of results of w bytes.
+    Bound: latency: C parts of a row are read at once.
     """
     row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     first, after = tl.load(numbers_ptr + row), tl.load(numbers_ptr + row + 1)
@@ -258,9 +270,8 @@ def attend_merge_kernel(
         sums, peak, total = tl.zeros([DP], tl.float32), tl.full([], HIDDEN, tl.float32), tl.full([], 0.0, tl.float32)
         if after > first:
             sums, peak, total = joined(sums, peak, total, part_ptr, weight_ptr, begin + row, end - begin + 1, heads, head, D, DP, C)
-            if HAS_PREFIX:
-                if prefix > 0:
-                    sums, peak, total = joined(sums, peak, total, prefix_part_ptr, prefix_weight_ptr, row * parts, parts, heads, head, D, DP, C)
+            if prefix > 0:
+                sums, peak, total = joined(sums, peak, total, prefix_part_ptr, prefix_weight_ptr, row * parts, parts, heads, head, D, DP, C)
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head) * LOG2E
             top = tl.maximum(peak, sink)

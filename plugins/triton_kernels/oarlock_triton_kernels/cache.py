@@ -66,7 +66,8 @@ def narrowed(x, KIND: tl.constexpr, dtype: tl.constexpr):
         bits = size.to(tl.int32, bitcast=True)
         normal = ((bits + (1 << (DROP - 1)) - 1 + ((bits >> DROP) & 1)) >> DROP) - ((127 - BIAS) << BITS)
         subnormal = (size * GRID + 8388608.0).to(tl.int32, bitcast=True) & 0xFF  # beyond 2^23 a float32's lowest bit is 1
-        code = tl.where(x != x, 0x7F, tl.where(size < LEAST, subnormal, normal))
+        is_nan = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) > 0x7F800000
+        code = tl.where(is_nan, 0x7F, tl.where(size < LEAST, subnormal, normal))
         kept = (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
     return kept
 
@@ -76,18 +77,19 @@ def write_kv_kernel(
     keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, num_tokens, stride_kt, stride_kh, stride_vt, stride_vh, stride_cb, stride_ch,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, LINES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(T / LINES), K).
+    """Grid: (ceil(T / LINES), K). Writes new keys and values into their slots, in place.
 
-    Writes new keys and values into their slots, in place.
+    keys_ptr, values_ptr: [B, K, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
+    k_ptr:     [T, K, D]  model dtype, strides (stride_kt, stride_kh, 1)
+    v_ptr:     [T, K, D]  model dtype, strides (stride_vt, stride_vh, 1)
+    slots_ptr: [T]  int32, block * S + offset; padding points into block 0, where writers may meet
+    DP, LINES: D rounded up to a power of two; tokens of a program
+    KIND:      how 8-bit floats are written
 
-    Shapes:
-        keys_ptr, values_ptr: [B, K, S, D] (stride_cb, stride_ch, D, 1), cache dtype; 8-bit floats as uint8
-        k_ptr, v_ptr: [T, K, D] (stride_kt, stride_kh, 1) and (stride_vt, stride_vh, 1), model dtype
-        slots_ptr: [T] int32, block * S + offset; padding points into block 0, where writers may meet
-    Reference: `ReferenceAttention.write_kv`
-    Cost: 0 FLOP; T K D (2 model bytes + 2 cache bytes) + 4 T
-    Bound: bandwidth. A token's head is one line of D values in both places, so reads and writes are whole lines; a decode step moves so
-        little that its launch outweighs it.
+    Reference: oarlock.runtime.reference.attention.ReferenceAttention.write_kv.
+    Cost: 0 FLOP; T K D (2 m + 2 c) + 4 T bytes for m-byte activations and a c-byte cache.
+    Bound: memory. A token's head is one line of D values in both places, so reads and writes are whole lines; a decode step moves so
+    little that its launch outweighs it.
     """
     token = tl.program_id(0) * LINES + tl.arange(0, LINES)
     head = tl.program_id(1)

@@ -1,6 +1,6 @@
 """A device of host tensors that declares `triton`: what the kernels of this package serve, in the interpreter.
 
-Owns: the device `interpreted`; `installed(folder)`, which makes it discoverable.
+Owns: the device `interpreted`; `installed(folder)`, which makes it discoverable to another process.
 Never: is taken by `--device auto`.
 """
 
@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from oarlock.backend_api import Capabilities, Claims, DeviceSpec, ProbeResult, hookimpl
 from oarlock.backend_api.runtime import Device
+from oarlock_triton_kernels import interpreter
 
 DTYPES = ("float32", "bfloat16", "float16")
-BLOCK_SIZES = (16, 8, 32, 12, 64, 128)
+BLOCK_SIZES = (16, 8, 32, 12)
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -39,14 +40,15 @@ class Interpreted(Device):
         )  # fmt: skip
 
     def activate(self) -> None:
-        """Nothing to make current."""
+        """Raises RuntimeError where kernels would be compiled."""
+        interpreter.put_right()
 
     def memory_info(self) -> tuple[int, int]:
         return 1 << 30, 1 << 30
 
 
 def installed(folder: Path) -> None:
-    """Metadata of a distribution in `folder`, which the caller puts on sys.path."""
+    """Metadata of a distribution in `folder`, which the caller puts on PYTHONPATH beside this file's."""
     made = folder / "interpreted-0.1.0.dist-info"
     made.mkdir(parents=True)
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: interpreted\nVersion: 0.1.0\n", encoding="utf-8")

@@ -1,0 +1,140 @@
+"""Write docs/kernels.md: a chapter a kernel of plugins/triton_kernels, from its docstring, with what it compiles to for described chips.
+
+    python tools/gen_kernels_doc.py [--check]
+
+Every launch is compiled for every chip: some minutes the first time, then Triton's cache has most of it. `--check` compiles nothing: it
+says whether the page was made of the sources as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import os
+import re
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+ROOT = Path(__file__).resolve().parents[1]
+PLUGIN, TARGET = ROOT / "plugins/triton_kernels", ROOT / "docs/kernels.md"
+sys.path.insert(0, str(PLUGIN / "tests"))
+
+import kernel_compile
+from oarlock_triton_kernels import registry
+from oarlock_triton_kernels.launches import CHIPS
+
+ARGUMENT = re.compile(r"^(\w+(?:, \w+)*):\s+(.*)")
+NOTES = re.compile(r"^(Reference|Cost|Bound): ")
+INTRODUCTION = """# Kernels
+
+The Triton kernels of `plugins/triton_kernels`, a chapter each: what a program of the grid does, what its arguments are, what it costs, which
+limit binds it on a large chip, and what it compiles to. They serve every device that declares `triton`; which op is served by what, `oarlock
+doctor` says for a device. This page is made by `python tools/gen_kernels_doc.py` from the docstrings and from Triton's own compiler;
+nothing in it was measured on hardware.
+
+Read a table so: one line is one call of a launcher, with the sizes of a real model; for each chip it has **registers** of a thread, **shared**
+memory of a program in bytes, **warps** of a program, what **spills** (bytes of stack, registers on gfx942), and the matrix **instructions**.
+Calls are compiled through the launcher's own specialisation, with a driver that describes the chip ({chips}).
+"""
+
+
+def stamp() -> str:
+    """Of everything that the page depends on: kernels, launches, the harness, Triton."""
+    found = hashlib.sha256(f"triton {kernel_compile.triton.__version__}".encode())
+    for path in sorted([*PLUGIN.glob("oarlock_triton_kernels/**/*.py"), PLUGIN / "tests/kernel_compile.py", Path(__file__)]):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def is_current() -> bool:
+    """Whether the page was made of the sources as they are."""
+    return TARGET.is_file() and TARGET.read_text(encoding="utf-8").rstrip().endswith(f"<!-- made of {stamp()} -->")
+
+
+def kernel_of(chapter: registry.Chapter) -> tuple[Any, Any]:
+    """(module, kernel)."""
+    name, _, kernel = chapter.kernel.partition(":")
+    module = importlib.import_module(f"oarlock_triton_kernels.{name}")
+    return module, getattr(module, kernel)
+
+
+def text_of(doc: str) -> list[str]:
+    """A kernel's docstring as markdown: the grid, paragraphs, a list of arguments, and the notes at its end."""
+    grid, *paragraphs = [part.splitlines() for part in inspect.cleandoc(doc).split("\n\n")]
+    head = " ".join(grid)
+    out = [re.sub(r"^Grid: (.*?\))\. ", r"**Grid `\1`.** ", head), ""]
+    for lines in paragraphs:
+        items: list[str] = []
+        for line in lines:
+            if (found := ARGUMENT.match(line)) and not NOTES.match(line):
+                items.append(f"- `{found[1]}` {found[2]}")
+            elif found := NOTES.match(line):
+                items.append(f"- **{found[1]}:** {line[found.end() :]}")
+            elif items:
+                items[-1] += " " + line.strip()
+            else:
+                items.append(line.strip())
+        is_list = items[0].startswith("- ")
+        out += [*items, ""] if is_list else [" ".join(items), ""]
+    return out
+
+
+def table_of(rows: list[kernel_compile.Compiled]) -> list[str]:
+    out = ["| model | call | chip | registers | shared | warps | spills | instructions |", "|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        out.append(
+            f"| {row.model} | {row.text} | {row.chip} | {row.registers} | {row.shared} | {row.warps} | {row.spilled or '–'} | {row.products or '–'} |"
+        )
+    return [*out, ""]
+
+
+def render() -> str:
+    """The page.
+
+    Raises:
+        SystemExit: a launch breaks a limit; the page must not say so quietly.
+    """
+    chips = ", ".join(f"{name}: {chip.units} units, {chip.shared_bytes} bytes shared" for name, chip in kernel_compile.CHIP.items())
+    out, wrong, spills = [INTRODUCTION.format(chips=chips)], [], []
+    for _, group in groupby(registry.CHAPTERS, key=lambda chapter: chapter.kernel.partition(":")[0]):
+        chapters = list(group)
+        module, _ = kernel_of(chapters[0])
+        out += [f"## {chapters[0].kernel.partition(':')[0]}", "", *_summary(module), ""]
+        for chapter in chapters:
+            rows = []
+            for _, launch, chip in kernel_compile.launches(only=chapter.kernel, chips=CHIPS):
+                made = kernel_compile.compile_launch(chapter, launch, chip)
+                wrong += kernel_compile.problems(chapter, launch, made)
+                rows += [one for one in made if one.kernel == one.chapter]
+                spills += [f"- {one.kernel}, {one.model}, {one.text}, {one.chip}: {launch.spills}" for one in made if one.spilled]
+            name = chapter.kernel.partition(":")[2]
+            out += [f"### {name.removesuffix('_kernel')}", "", *text_of(kernel_of(chapter)[1].fn.__doc__), *table_of(rows)]
+            print(f"{name}: {len(rows)} rows", file=sys.stderr, flush=True)
+    if wrong:
+        sys.exit("\n".join(wrong))
+    out += ["## What spills, and why", "", *(spills or ["Nothing."]), "", f"<!-- made of {stamp()} -->"]
+    return "\n".join(out) + "\n"
+
+
+def _summary(module: Any) -> list[str]:
+    """A kernel file's docstring without what is for its editors."""
+    parts = inspect.cleandoc(module.__doc__).split("\n\n")
+    kept = [part for part in parts if not part.startswith(("Owns:", "Never:"))]
+    return ["\n\n".join(f"```\n{part}\n```" if part.startswith("    ") else part for part in kept)]
+
+
+def main() -> int:
+    if "--check" in sys.argv[1:]:
+        if not is_current():
+            print(f"{TARGET.name} is not of these sources; run python tools/gen_kernels_doc.py", file=sys.stderr)
+        return not is_current()
+    TARGET.write_text(render(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
