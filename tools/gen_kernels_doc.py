@@ -36,9 +36,13 @@ limit binds it on a large chip, and what it compiles to. They serve every device
 doctor` says for a device. This page is made by `python tools/gen_kernels_doc.py` from the docstrings and from Triton's own compiler;
 nothing in it was measured on hardware.
 
-Read a table so: one line is one call of a launcher, with the sizes of a real model; for each chip it has **registers** of a thread, **shared**
-memory of a program in bytes, **warps** of a program, what **spills** (bytes of stack, registers on gfx942), and the matrix **instructions**.
-Calls are compiled through the launcher's own specialisation, with a driver that describes the chip ({chips}).
+Read a table so: a line is one call of a launcher with the sizes of a real model, a cell is what one chip's program takes: **registers** of a
+thread · **shared** memory in bytes · **warps** · the matrix instruction, if it has one. Bold is what spills, with the reason at the end of this
+page. Calls are compiled through the launcher's own specialisation, with a driver that describes the chip:
+
+| chip | units | shared memory of a program |
+|---|---|---|
+{chips}
 """
 
 
@@ -84,11 +88,15 @@ def text_of(doc: str) -> list[str]:
 
 
 def table_of(rows: list[kernel_compile.Compiled]) -> list[str]:
-    out = ["| model | call | chip | registers | shared | warps | spills | instructions |", "|---|---|---|---|---|---|---|---|"]
+    """A line for each call, a column for each chip."""
+    out = [f"| model | call | {' | '.join(CHIPS)} |", "|---" * (2 + len(CHIPS)) + "|"]
+    cells: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in rows:
-        out.append(
-            f"| {row.model} | {row.text} | {row.chip} | {row.registers} | {row.shared} | {row.warps} | {row.spilled or '–'} | {row.products or '–'} |"
-        )
+        product = re.sub(r"^(v_)?(s?w?g?mma|mfma|tcgen05).*", r"\2", row.products)
+        cell = f"{row.registers} · {row.shared} · {row.warps}{' · ' + product if product else ''}"
+        cells.setdefault((row.model, row.text), {}).setdefault(row.chip, []).append(f"**{cell} · spills {row.spilled}**" if row.spilled else cell)
+    for (model, text), of in cells.items():
+        out.append(f"| {model} | {text} | {' | '.join('<br>'.join(of.get(chip, ['–'])) for chip in CHIPS)} |")
     return [*out, ""]
 
 
@@ -98,7 +106,7 @@ def render() -> str:
     Raises:
         SystemExit: a launch breaks a limit; the page must not say so quietly.
     """
-    chips = ", ".join(f"{name}: {chip.units} units, {chip.shared_bytes} bytes shared" for name, chip in kernel_compile.CHIP.items())
+    chips = "\n".join(f"| {name} | {chip.units} | {chip.shared_bytes} bytes |" for name, chip in kernel_compile.CHIP.items())
     out, wrong, spills = [INTRODUCTION.format(chips=chips)], [], []
     for _, group in groupby(registry.CHAPTERS, key=lambda chapter: chapter.kernel.partition(":")[0]):
         chapters = list(group)

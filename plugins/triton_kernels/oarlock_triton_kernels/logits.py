@@ -208,7 +208,7 @@ def logprobs_kernel(
     """Grid: (R,). Joins what the chunks of a row found.
 
     logprob_ptr: [R]  float32; rank_ptr: [R]  int32: of the target; top_ids_ptr: [R, K]  int32; top_logprobs_ptr: [R, K]  float32; contiguous
-    maximum_ptr, mass_ptr, greater_ptr, top_ptr: as `chunk_logprobs_kernel` wrote them
+    maximum_ptr, mass_ptr, greater_ptr: [R, C]  and top_ptr: [R, C, K]  as `chunk_logprobs_kernel` wrote them
     logits_ptr:  [R, V]  float32, strides (stride_r, 1)
     targets_ptr: [R]  int32
     CHUNKS, TOPS: C and C K rounded up to powers of two
