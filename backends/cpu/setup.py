@@ -38,7 +38,8 @@ SOURCES = {
 if platform.machine() in ("x86_64", "AMD64"):
     SOURCES |= {
         "csrc/isa_amx.cpp": [*AVX512, "-mamx-tile", "-mamx-bf16"],
-        "csrc/isa_fp16.cpp": AVX512,  # names one set more itself, where the compiler knows it
+        "csrc/isa_vnni.cpp": AVX512,  # names one set more itself
+        "csrc/isa_fp16.cpp": AVX512,  # too, where the compiler knows it
         "csrc/isa_avx512.cpp": AVX512,
         "csrc/isa_avx2.cpp": ["-mavx2", "-mfma"],
     }

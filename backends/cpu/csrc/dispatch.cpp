@@ -1,4 +1,4 @@
-// Chooses the kernels of this processor, once. OARLOCK_CPU_ISA caps the choice (generic, avx2, avx512, avx512_fp16, amx): for tests and bug reports.
+// Chooses the kernels of this processor, once. OARLOCK_CPU_ISA caps the choice (generic, avx2, avx512, avx512_vnni, avx512_fp16, amx): for tests and bug reports.
 #include <cstdlib>
 #include <cstring>
 
@@ -21,6 +21,10 @@ void pack_half_rows(const bf16*, int64_t, int64_t, int64_t, int64_t, int64_t, ui
 void half_codes(const CodesArgs&, const LinearArgs&, int64_t, int64_t);
 }
 #endif
+namespace isa_vnni {
+void pack_byte_rows(const bf16*, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*);
+void byte_codes(const CodesArgs&, const LinearArgs&, int64_t, int64_t, int64_t, int64_t, const void*);
+}
 namespace isa_amx {
 void packed_on_tiles(const LinearArgs&, int64_t, int64_t, int64_t, int64_t, const void*);
 bool tiles_work();
@@ -41,9 +45,19 @@ bool has_avx512() {
 
 bool has_tiles() { return has_avx512() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && isa_amx::tiles_work(); }
 
+bool has_bytes() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+Kernels with_bytes() {
+  Kernels k = isa_avx512::table;
+  k.name = "avx512_vnni";
+  k.pack_byte_rows = isa_vnni::pack_byte_rows;
+  k.byte_codes = isa_vnni::byte_codes;
+  return k;
+}
+
 #ifdef OARLOCK_FP16
 Kernels with_halves() {
-  Kernels k = isa_avx512::table;
+  Kernels k = with_bytes();
   k.name = "avx512_fp16";
   k.packed = isa_fp16::packed_of_halves;
   k.bf16_form = Rows::half_tiles;
@@ -67,7 +81,7 @@ Kernels with_tiles() {
 // Best last.
 const Candidate* candidates(int* count) {
 #if defined(__x86_64__)
-  static const Kernels amx = with_tiles();
+  static const Kernels vnni = with_bytes(), amx = with_tiles();
 #ifdef OARLOCK_FP16
   static const Kernels fp16 = with_halves();
 #endif
@@ -77,8 +91,9 @@ const Candidate* candidates(int* count) {
 #if defined(__x86_64__)
       {&isa_avx2::table, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
       {&isa_avx512::table, has_avx512()},
+      {&vnni, has_bytes()},
 #ifdef OARLOCK_FP16
-      {&fp16, has_avx512() && __builtin_cpu_supports("avx512fp16")},
+      {&fp16, has_bytes() && __builtin_cpu_supports("avx512fp16")},
 #endif
       {&amx, has_tiles()},
 #endif

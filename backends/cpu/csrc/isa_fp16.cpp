@@ -9,8 +9,7 @@
 #define OARLOCK_ISA isa_fp16
 #define OARLOCK_NAME "avx512_fp16"
 #define OARLOCK_LANES 16
-#include "linear.inl"
-#include "vmath.h"
+#include "columns.inl"
 
 #ifdef OARLOCK_FP16
 #ifdef __clang__
@@ -128,51 +127,6 @@ void pack_half_rows(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int6
 
 namespace {
 
-// Outputs [n, n + count) of row m, with the bias, rounded once.
-template <int NV> INLINE void put_row(const LinearArgs& a, const vf (&row)[NV], int64_t m, int64_t n, int64_t count) {
-  if (count == NV * 16 && !a.bias) {
-    for (int j = 0; j < NV; ++j) {
-      int64_t at = m * a.ldo + n + j * 16;
-      if (a.out_f32) store(static_cast<float*>(a.out) + at, row[j]); else store(static_cast<bf16*>(a.out) + at, row[j]);
-    }
-    return;
-  }
-  alignas(64) float numbers[NV * 16];
-  for (int j = 0; j < NV; ++j) store(numbers + j * 16, row[j]);
-  store_row<bf16>(a, numbers, m, n, count);
-}
-
-INLINE vf rounded(vf v) {
-  bf16 numbers[16];
-  store(numbers, v);
-  return load(numbers);
-}
-
-INLINE vf activated(Act act, vf v) {
-  switch (act) {
-    case Act::relu: return relu(v);
-    case Act::gelu: return gelu(v);
-    case Act::gelu_tanh: return gelu_tanh(v);
-    case Act::silu: return silu(v);
-  }
-  return v;
-}
-
-// The tile column of w that is j of those from output n on: gates come before what they are multiplied with.
-template <int NV> INLINE int64_t column_of(const LinearArgs& a, int64_t n, int j) {
-  return a.gate && j >= NV / 2 ? (n + a.gate) / 16 + j - NV / 2 : n / 16 + j;
-}
-
-template <int NV> INLINE void put(const LinearArgs& a, const vf (&row)[NV], int64_t m, int64_t n, int64_t count) {
-  if constexpr (NV % 2 == 0) {
-    if (a.gate) {
-      for (int j = 0; j < NV / 2; ++j) store(static_cast<bf16*>(a.out) + m * a.ldo + n + j * 16, activated(a.act, rounded(row[j])) * rounded(row[j + NV / 2]));
-      return;
-    }
-  }
-  put_row(a, row, m, n, count);
-}
-
 // Sums of a run, to be read as float32. They go through memory: half a vector is widened on the way from there, while in registers it
 // is first moved by the port that multiplies.
 template <int MR, int NV> struct Run {
@@ -288,15 +242,6 @@ template <int MR, int NV> void columns(const LinearArgs& a, int64_t m0, int64_t 
   }
 }
 
-// As wide as can be, from output n0 on: calls f.operator()<NV>(n).
-template <int widest, int64_t outputs, class F> INLINE void cut(int64_t n0, int64_t n1, const F& f) {
-  int64_t n = n0, end = (n1 + outputs - 1) / outputs * outputs;
-  for (; n + outputs * widest <= end; n += outputs * widest) f.template operator()<widest>(n);
-  if constexpr (widest > 2)
-    for (; n + outputs * 2 <= end; n += outputs * 2) f.template operator()<2>(n);
-  for (; n < end; n += outputs) f.template operator()<1>(n);
-}
-
 template <int MR = kRows> void rows_of(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1, const void* next) {
   if constexpr (MR > 1) {
     if (a.tile < MR) return rows_of<MR - 1>(a, m0, m1, n0, n1, next);
@@ -317,11 +262,6 @@ template <int bits, int t> INLINE __m512h code_unit(const char* at) {
   // A look-up reads five bits of each lane: the table says every number twice, so that no mask is needed.
   const __m512i table = (__m512i)_mm512_set_ph(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
   return (__m512h)_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(at), 4 * t), table);
-}
-
-INLINE vf numbers_at(const void* table, bool is_half, int64_t at) {
-  if (!is_half) return load(static_cast<const float*>(table) + at);
-  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(table) + at)));
 }
 
 // 16 numbers in binary16, each twice.

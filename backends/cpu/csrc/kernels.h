@@ -21,8 +21,10 @@ enum class Rows {
   f32_tiles,   // float32 in tiles of `tile` rows, each [K][tile], zeros where the rows were rounded up: one step along K reads neighbours
   bf16,        // bfloat16 rows
   half_tiles,  // tiles of binary16 numbers, two of a row a unit, [K / 2][tile] and kHalfTileGap units, each row times a power of two
+  byte_tiles,  // tiles of codes of 8 bits, for byte_codes alone: [K / 32][kByteBlock][tile] units (isa_vnni.cpp)
 };
 constexpr int64_t kHalfTileGap = 16;
+constexpr int64_t kByteBlock = 11;  // units of a row's 32 columns
 enum class Act { relu, gelu, gelu_tanh, silu };
 struct LinearArgs {
   Dtype dtype;               // of w and bias
@@ -53,6 +55,8 @@ constexpr int64_t packed_step(Dtype d) { return d == Dtype::bf16 ? 32 : 16; }  /
 //   scales, offsets  [N / 32][groups][32] of float32 or binary16
 // With half tiles that number is rounded to binary16 (isa_fp16.cpp), times 2 to the output's entry in `exponents` [N / 32][32], and a panel is
 // multiplied as a dense one of half tiles: by few rows as it is decoded, by more after half_unpack.
+// Where the table has byte_codes, rows of bfloat16 are rounded to 8 bits for weights of 4 bits whose groups are whole blocks of 32 columns
+// (isa_vnni.cpp), however many rows there are.
 // Columns were put in order of their groups, each group rounded up to 8 columns and the last to 32 with x = 0 there.
 struct CodesArgs {
   int bits;
@@ -62,6 +66,7 @@ struct CodesArgs {
   const float* exponents;                    // null where only rows are read
   int64_t groups, width;
   float zero;
+  bool is_by_32;  // each group is a multiple of 32 columns
 };
 
 // Cache layout of one layer, in units of 32 bits (see bf16.h), D the head size rounded up to 16, P elements a unit:
@@ -113,6 +118,9 @@ struct Kernels {
   void (*half_unpack)(const CodesArgs&, int64_t panel, uint16_t* to);
   void (*pack_half_rows)(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, uint32_t* out, float* row_exponents);
   void (*half_codes)(const CodesArgs&, const LinearArgs&, int64_t n0, int64_t n1);  // n0 a multiple of kPanel
+  // Where there are products of whole numbers; else null. One tile of x, and rows [m0, m1) of tiles times codes; n0 and next as of `packed`.
+  void (*pack_byte_rows)(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, uint32_t* out);
+  void (*byte_codes)(const CodesArgs&, const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1, const void* next);
   int few_rows;   // most rows that `codes` takes
   void (*codes)(const CodesArgs&, const LinearArgs&, int64_t n0, int64_t n1);        // all rows of x, one tile; n0 a multiple of kPanel
   void (*unpack)(const CodesArgs&, int64_t panel, bool to_bf16, void* out);          // one panel as pack_weight leaves it

@@ -130,7 +130,7 @@ CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor*
                     "linear_codes: scales and offsets must be [panels, groups, 32] of one dtype, float32 or float16");
   STD_TORCH_CHECK(!exponents || exponents->numel() == rows * kPanel, "linear_codes: exponents must be [panels, 32]");
   CodeLinear found;
-  found.codes = {static_cast<int>(bits), panels.const_data_ptr(), scales.const_data_ptr(), offsets ? offsets->const_data_ptr() : nullptr, is_half, last, exponents ? floats(*exponents, "exponents") : nullptr, groups, width, static_cast<float>(zero)};
+  found.codes = {static_cast<int>(bits), panels.const_data_ptr(), scales.const_data_ptr(), offsets ? offsets->const_data_ptr() : nullptr, is_half, last, exponents ? floats(*exponents, "exponents") : nullptr, groups, width, static_cast<float>(zero), std::all_of(last, last + groups, [](int32_t end) { return end % 32 == 0; })};
   found.bias = checked_bias(bias, d, out);
   found.in = in, found.out = out;
   return found;
@@ -138,7 +138,19 @@ CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor*
 
 namespace {
 
+bool takes_bytes(const CodesArgs& c, Dtype d) { return kernels()->byte_codes && d == Dtype::bf16 && c.bits == 4 && c.is_by_32; }
+
 // N: outputs that are counted, half of w's where they are gated.
+void run_bytes(const CodeLinear& w, LinearArgs a, const void* x, int64_t ldx, int64_t M, int64_t N) {
+  const CodesArgs& c = w.codes;
+  const char* panels = static_cast<const char*>(c.panels);
+  int64_t block = give_rows(a, Rows::byte_tiles, x, ldx, M, w.in, c.width), panel_bytes = c.width * kPanel / 2;
+  spread(M, N, c.width, block, a.gate ? 1 : 2, [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next) {
+    k->byte_codes(c, a, m0, m1, n0, n1, next < 0 ? nullptr : panels + next / kPanel * panel_bytes);
+  });
+}
+
+// N: as above.
 void run_halves(const CodeLinear& w, LinearArgs a, const void* x, int64_t ldx, int64_t M, int64_t N) {
   const CodesArgs& c = w.codes;
   int64_t block = give_rows(a, Rows::half_tiles, x, ldx, M, w.in, c.width);
@@ -153,6 +165,7 @@ void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t
   const CodesArgs& c = w.codes;
   LinearArgs a{d, nullptr, nullptr, w.bias, out, c.width, 0, 0, w.out, out_f32};
   if (!M) return;
+  if (takes_bytes(c, d)) return run_bytes(w, a, x, ldx, M, w.out);
   if (form_of(d) == Rows::half_tiles) return run_halves(w, a, x, ldx, M, w.out);
   int64_t block = give_rows(a, form_of(d), x, ldx, M, w.in, c.width);
   if (!a.tile || M > k->few_rows) return run_decoded(c, a, M, w.out, block);
@@ -161,10 +174,12 @@ void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t
 
 bool run_gated(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* out) {
   int64_t inner = w.out / 2;
-  if (form_of(d) != Rows::half_tiles || w.bias || inner % kPanel) return false;
+  bool bytes = takes_bytes(w.codes, d);
+  if ((!bytes && form_of(d) != Rows::half_tiles) || w.bias || inner % kPanel) return false;
   LinearArgs a{d, nullptr, nullptr, nullptr, out, w.codes.width, 0, 0, inner, false};
   a.gate = inner, a.act = act;
-  if (M) run_halves(w, a, x, ldx, M, inner);
+  if (M && bytes) run_bytes(w, a, x, ldx, M, inner);
+  else if (M) run_halves(w, a, x, ldx, M, inner);
   return true;
 }
 

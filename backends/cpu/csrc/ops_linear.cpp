@@ -167,6 +167,17 @@ void half_tiles(LinearArgs& a, const bf16* x, int64_t M, int64_t K, int64_t ldx,
   });
 }
 
+// x in tiles of codes of 8 bits.
+void byte_tiles(LinearArgs& a, const bf16* x, int64_t M, int64_t K, int64_t ldx, int64_t width, std::vector<uint32_t>& buffer) {
+  int64_t tile = a.tile, count = (M + tile - 1) / tile, size = width / 32 * kByteBlock * tile;
+  if (static_cast<int64_t>(buffer.size()) < count * size) buffer.resize(count * size);
+  uint32_t* to = buffer.data();
+  a.x = to;
+  pool::parallel(count, 1, threads_for(M * K), [&, k = kernels()](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) k->pack_byte_rows(x + t * tile * ldx, ldx, std::min(tile, M - t * tile), tile, K, width, to + t * size);
+  });
+}
+
 // x as bfloat16 rows of `width` >= K numbers, zeros after K; x itself when it is that already.
 const void* bf16_rows(const void* x, int64_t M, int64_t K, int64_t stride, int64_t width, std::vector<bf16>& buffer, int64_t* ldx) {
   *ldx = stride;
@@ -202,7 +213,8 @@ int64_t give_rows(LinearArgs& a, Rows form, const void* x, int64_t ldx, int64_t 
     return kBlock;
   }
   a.tile = tile_of(M);
-  if (form == Rows::half_tiles) half_tiles(a, static_cast<const bf16*>(x), M, K, ldx, width, halves);
+  if (form == Rows::byte_tiles) byte_tiles(a, static_cast<const bf16*>(x), M, K, ldx, width, halves);
+  else if (form == Rows::half_tiles) half_tiles(a, static_cast<const bf16*>(x), M, K, ldx, width, halves);
   else a.x = tiled(x, a.dtype, M, K, ldx, width, a.tile, wide);
   return std::max<int64_t>(1, kBlock / a.tile) * a.tile;
 }

@@ -35,7 +35,7 @@ void plain(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n0, int64_t n1) 
 
 extern const Kernels table;
 const Kernels table = {
-    OARLOCK_NAME, plain, packed, Rows::f32_tiles, kPackedRows, pack_rows, nullptr, nullptr, nullptr, nullptr, kFewRows, codes, unpack, store_sums_of, widen, attend, merge, rms_norm, layer_norm, rotary, activation, combine, argmax, gumbel, sum_exp, at_least,
+    OARLOCK_NAME, plain, packed, Rows::f32_tiles, kPackedRows, pack_rows, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, kFewRows, codes, unpack, store_sums_of, widen, attend, merge, rms_norm, layer_norm, rotary, activation, combine, argmax, gumbel, sum_exp, at_least,
 };
 
 }  // namespace OARLOCK_ISA

@@ -43,7 +43,7 @@ class CpuDevice(Device):
             dtypes=dtypes,
             fast_dtypes=fast,
             # With neither tiles nor binary16, codes are multiplied in float32 whatever the dtype: nothing is rounded for nothing.
-            gguf_dtype=None if native.problem() or native.isa() in ("amx", "avx512_fp16") else "float32",
+            gguf_dtype=None if native.problem() or native.isa() in ("amx", "avx512_fp16", "avx512_vnni") else "float32",
             kv_dtypes=plugin.KV_DTYPES,
             block_sizes=plugin.BLOCK_SIZES,
             host_is_device=True,

@@ -39,7 +39,7 @@ def isa(request: pytest.FixtureRequest):
     yield from _use(request.param)
 
 
-@pytest.fixture(params=["generic", "avx2", "avx512", "avx512_fp16", "amx"])
+@pytest.fixture(params=["generic", "avx2", "avx512", "avx512_vnni", "avx512_fp16", "amx"])
 def linear_isa(request: pytest.FixtureRequest):
     """The same for linears over packed weights and codes, the only kernels that AMX and AVX-512 FP16 change."""
     yield from _use(request.param)
