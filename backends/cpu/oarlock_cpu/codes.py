@@ -1,4 +1,4 @@
-"""The ops of int4 and int8 weights: codes and scales in the order in which the kernels read them, and never a second form.
+"""The ops of int4 and int8 weights, activations of 8 bits included: codes and scales in the order in which the kernels read them, and never a second form.
 
 Owns: the packing, once at load.
 Reads: the loaded library; weights in core's common form (docs/backends.md, "Quantised weights").
@@ -34,6 +34,19 @@ class PackedCodes:
     zero: float
     out_size: int
     in_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedW8A8:
+    """A linear's weight whose activations are rounded to 8 bits."""
+
+    codes: PackedCodes
+    input_scale: torch.Tensor | None  # [1] float32; None: each token's own
+
+
+def pack_w8a8(weight: dict[str, torch.Tensor]) -> PackedW8A8:
+    """Pack a w8a8 weight."""
+    return PackedW8A8(pack_int8({name: weight[name] for name in ("codes", "scales")}), weight.get("input_scale"))
 
 
 def pack_int4(weight: dict[str, torch.Tensor]) -> PackedCodes:
@@ -118,6 +131,17 @@ def _columns(weight: dict[str, torch.Tensor], in_size: int) -> tuple[torch.Tenso
 def linear(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As the registry's linear_int4 and linear_int8."""
     return multiply(x, weight, bias, False)
+
+
+def linear_w8a8(x: torch.Tensor, weight: PackedW8A8, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As the registry's: codes of activations are whole numbers that x's dtype holds, so the kernel of int8 weights multiplies them as they are."""
+    given, scale = x.float(), weight.input_scale
+    if scale is None:
+        largest = given.abs().amax(-1, keepdim=True)
+        scale = torch.where(largest > 0, largest / 127.0, 1.0)
+    rounded = (given / scale).round_().clamp_(-128, 127).to(x.dtype)
+    out = multiply(rounded, weight.codes, None, True).mul_(scale)
+    return (out if bias is None else out.add_(bias)).to(x.dtype)
 
 
 def multiply(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, out_f32: bool) -> torch.Tensor:

@@ -131,8 +131,9 @@ def kernels(device: Any) -> list[OpImpl]:
     names = {op: (f"oarlock_cpu.ops:{op}", supports_op) for op in LAYER_OPS} | {op: (f"oarlock_cpu.ops:{op}", supports_logits) for op in LOGITS_OPS}
     names |= {f"linear_{scheme}": ("oarlock_cpu.codes:linear", supports_op) for scheme in CODE_SCHEMES}
     names |= {op: (f"oarlock_cpu.experts:{op}", supports_op) for op in ("moe_experts", *(f"moe_experts_{scheme}" for scheme in CODE_SCHEMES))}
+    names["linear_w8a8"] = ("oarlock_cpu.codes:linear_w8a8", supports_op)
     names["decoder_stack"] = ("oarlock_cpu.stack:decoder_stack", supports_op)
-    prepare = {"linear": "oarlock_cpu.ops:pack", "lm_head": "oarlock_cpu.ops:pack_head", "embedding": "oarlock_cpu.ops:share", "moe_experts": "oarlock_cpu.experts:pack"}
+    prepare = {"linear": "oarlock_cpu.ops:pack", "lm_head": "oarlock_cpu.ops:pack_head", "embedding": "oarlock_cpu.ops:share", "moe_experts": "oarlock_cpu.experts:pack", "linear_w8a8": "oarlock_cpu.codes:pack_w8a8"}
     for scheme in CODE_SCHEMES:
         prepare |= {f"linear_{scheme}": f"oarlock_cpu.codes:pack_{scheme}", f"moe_experts_{scheme}": f"oarlock_cpu.experts:pack_{scheme}"}
     return [

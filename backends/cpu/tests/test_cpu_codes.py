@@ -170,3 +170,18 @@ def test_rows_are_those_of_the_weight(codes, case, scheme):
     assert error(codes.rows(ids.int(), packed), getattr(schemes, f"linear_{scheme}")(torch.eye(96).double(), weight).T[ids]) < 1e-12
     with pytest.raises(RuntimeError, match="id 70 of 70"):
         codes.rows(torch.tensor([70], dtype=torch.int32), packed)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 9, 40])
+def test_activations_of_8_bits(codes, linear_isa, rows, dtype, static):
+    weight = weight_of("w8a8", (70, 96), {"static": static}, torch.Generator().manual_seed(1))
+    packed = codes.pack_w8a8(weight)
+    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x[: rows // 3] = 0
+    bias = torch.randn(70, generator=torch.Generator().manual_seed(3)).to(dtype)
+    got, want = codes.linear_w8a8(x, packed, bias), schemes.linear_w8a8(x, weight, bias)
+    assert got.dtype == dtype and got.shape == want.shape
+    assert error(got, want.double()) < (1e-5 if dtype == torch.bfloat16 else 1e-12)
+    assert torch.equal(codes.linear_w8a8(x[:1], packed, bias), got[:1])
