@@ -12,7 +12,7 @@ constexpr int64_t kAheadBytes = 4096;
 
 // ---- what differs between instruction sets --------------------------------------------------------------------------
 //
-// nibble<j>: code j of each unit. bytes_to_float<c>: column c of W pairs.
+// nibble<j>: code j of each unit.
 
 #if OARLOCK_LANES == 16
 // A table look-up reads four bits of each lane: no mask is needed.
@@ -20,25 +20,9 @@ template <int j> INLINE vf nibble(vi units) {
   const vf table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return _mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)units, 4 * j), table);
 }
-template <int c> INLINE vf bytes_to_float(const int8_t* p) {
-  __m512i pairs = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return _mm512_cvtepi32_ps(_mm512_srai_epi32(c ? pairs : _mm512_slli_epi32(pairs, 16), 16));
-}
 INLINE vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 #else
 template <int j> INLINE vf nibble(vi units) { return __builtin_convertvector((vi)(((vu)units >> (4 * j)) & 15u), vf); }
-#if OARLOCK_LANES == 8
-template <int c> INLINE vf bytes_to_float(const int8_t* p) {
-  __m256i pairs = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return (vf)_mm256_cvtepi32_ps(_mm256_srai_epi32(c ? pairs : _mm256_slli_epi32(pairs, 16), 16));
-}
-#else
-template <int c> INLINE vf bytes_to_float(const int8_t* p) {
-  vf v;
-  for (int i = 0; i < W; ++i) v[i] = p[2 * i + c];
-  return v;
-}
-#endif
 // IEEE 754 binary16: the exponent is moved by a product, which is right for subnormals too. Scales are finite.
 INLINE vf load_half(const uint16_t* p) {
   vh h;
@@ -48,6 +32,9 @@ INLINE vf load_half(const uint16_t* p) {
   return (vf)((vu)magnitude | ((u & 0x8000) << 16));
 }
 #endif
+
+// Byte c of each unit.
+template <int c> INLINE vf byte_of(vi units) { return __builtin_convertvector((vi)((vu)units << (24 - 8 * c)) >> 24, vf); }
 
 // ---- decoding -------------------------------------------------------------------------------------------------------
 
@@ -74,9 +61,9 @@ template <int NV> struct Columns<4, NV> {
 };
 template <int NV> struct Columns<8, NV> {
   static constexpr int64_t stride = kStep * 2 * 16;
-  static constexpr int64_t offset(int v) { return v % (2 * kVectors) * W * 2; }
+  static constexpr int64_t offset(int v) { return v % (2 * kVectors) * W * 4; }
   INLINE_MEMBER explicit Columns(const uint8_t* const (&)[NV]) {}
-  template <int j> INLINE_MEMBER vf number(int v, const uint8_t* const (&at)[NV]) const { return bytes_to_float<j % 2>(reinterpret_cast<const int8_t*>(at[v]) + j / 2 * 64); }
+  template <int j> INLINE_MEMBER vf number(int v, const uint8_t* const (&at)[NV]) const { return byte_of<j % 4>(load_units(at[v] + j / 4 * 128)); }
 };
 
 template <int bits, int NV, int j> INLINE void decode(const Columns<bits, NV>& c, const uint8_t* const (&at)[NV], const vf (&s)[NV], const vf (&o)[NV], vf (&w)[NV]) {
@@ -118,9 +105,8 @@ template <int bits, int MR, int NV> void codes_block(const CodesArgs& c, const f
       Columns<bits, NV> columns(at);
       add_step<bits, MR, NV>(columns, at, s, o, x, acc);
       for (int v = 0; v < NV; ++v) {
-        constexpr int64_t line = bits == 8 ? 64 : 0;  // a step of a panel is 4 lines of int8, or 2 of int4
-        if (v * W % 16 == 0) __builtin_prefetch(at[v] + kAheadBytes + v * W / 16 % 2 * line);
-        if (bits == 8 && v * W % 16 == 0) __builtin_prefetch(at[v] + kAheadBytes + v * W / 16 % 2 * line + 128);
+        if (v * W % 16 == 0) __builtin_prefetch(at[v] + kAheadBytes);  // a step of a panel is 4 lines of int8, or 2 of int4
+        if (bits == 8 && v * W % 16 == 0) __builtin_prefetch(at[v] + kAheadBytes + 128);
         at[v] += Columns<bits, NV>::stride;
       }
     }

@@ -22,7 +22,7 @@ void half_codes(const CodesArgs&, const LinearArgs&, int64_t, int64_t);
 }
 #endif
 namespace isa_vnni {
-void pack_byte_rows(const bf16*, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*);
+void pack_byte_rows(const ByteRows&, const bf16*, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*);
 void byte_codes(const CodesArgs&, const LinearArgs&, int64_t, int64_t, int64_t, int64_t, const void*);
 }
 namespace isa_amx {

@@ -258,7 +258,10 @@ template <int MR = kRows> void rows_of(const LinearArgs& a, int64_t m0, int64_t 
 
 // A unit of 16 outputs, two columns of each: step t of eight columns, which begin at `at`.
 template <int bits, int t> INLINE __m512h code_unit(const char* at) {
-  if constexpr (bits == 8) return _mm512_cvtepi16_ph(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + t * 64))));
+  if constexpr (bits == 8) {  // two bytes of each lane, each to the upper half of a number of 16 bits
+    const __m512i lanes = t % 2 ? _mm512_set4_epi32(0x0f800e80, 0x0b800a80, 0x07800680, 0x03800280) : _mm512_set4_epi32(0x0d800c80, 0x09800880, 0x05800480, 0x01800080);
+    return _mm512_cvtepi16_ph(_mm512_srai_epi16(_mm512_shuffle_epi8(_mm512_loadu_si512(at + t / 2 * 128), lanes), 8));
+  }
   // A look-up reads five bits of each lane: the table says every number twice, so that no mask is needed.
   const __m512i table = (__m512i)_mm512_set_ph(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
   return (__m512h)_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(at), 4 * t), table);
@@ -280,7 +283,7 @@ template <int bits, bool has_offsets> struct CodeColumn {
 
   INLINE_MEMBER void begin(const CodesArgs& c, int64_t column) {
     int64_t panel = column / 2, half = column % 2;
-    at = static_cast<const char*>(c.panels) + panel * (c.width / 8) * kStep + half * (bits == 4 ? 64 : 32);
+    at = static_cast<const char*>(c.panels) + panel * (c.width / 8) * kStep + half * 64;
     table = panel * c.groups * kPanel + half * 16;
     exponent = load(c.exponents + column * 16);
   }

@@ -25,6 +25,10 @@ enum class Rows {
 };
 constexpr int64_t kHalfTileGap = 16;
 constexpr int64_t kByteBlock = 11;  // units of a row's 32 columns
+struct ByteRows {
+  int bits;       // of the weights, whose order of columns they take
+  bool is_whole;  // they are whole numbers of 8 bits, and stay as they are
+};
 enum class Act { relu, gelu, gelu_tanh, silu };
 struct LinearArgs {
   Dtype dtype;               // of w and bias
@@ -33,6 +37,7 @@ struct LinearArgs {
   int64_t K, ldx, ldw, ldo;  // ldx: not with tiles; ldw: plain only
   bool out_f32;              // out is float32 whatever `dtype` is: the sums are not rounded
   int64_t tile = 0;          // rows of a tile, of `packed` alone: m0 is a multiple
+  ByteRows bytes = {};       // with byte tiles
   const float* row_exponents = nullptr;  // [rows], with half tiles: each row's sums are to be multiplied by 2 to this
   // Not 0, with half tiles and no bias: n counts outputs of the first half of w, and each becomes act(itself) times the output `gate` after it,
   // both rounded to bfloat16 before, as two operations would.
@@ -51,12 +56,12 @@ constexpr int64_t packed_step(Dtype d) { return d == Dtype::bf16 ? 32 : 16; }  /
 // there are no offsets, -zero * scale. Many rows multiply that number in float32 (in bfloat16, rounded to nearest even, where x has
 // Rows::bf16), few rows the same number in the same order: so the bits of a row do not depend on how many there are.
 //   panels  [N / 32], each 4 bits: [width / 8][32 outputs] of 32 bits, 8 codes 0 .. 15 of one output: columns 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first
-//                          8 bits: [width / 2][32 outputs][2 columns] of int8
+//                          8 bits: [width / 4][32 outputs][4 columns] of int8
 //   scales, offsets  [N / 32][groups][32] of float32 or binary16
 // With half tiles that number is rounded to binary16 (isa_fp16.cpp), times 2 to the output's entry in `exponents` [N / 32][32], and a panel is
 // multiplied as a dense one of half tiles: by few rows as it is decoded, by more after half_unpack.
-// Where the table has byte_codes, rows of bfloat16 are rounded to 8 bits for weights of 4 bits whose groups are whole blocks of 32 columns
-// (isa_vnni.cpp), however many rows there are.
+// Where the table has byte_codes, rows of bfloat16 are rounded to 8 bits for weights whose groups are whole blocks of 32 columns (isa_vnni.cpp),
+// however many rows there are.
 // Columns were put in order of their groups, each group rounded up to 8 columns and the last to 32 with x = 0 there.
 struct CodesArgs {
   int bits;
@@ -119,7 +124,7 @@ struct Kernels {
   void (*pack_half_rows)(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, uint32_t* out, float* row_exponents);
   void (*half_codes)(const CodesArgs&, const LinearArgs&, int64_t n0, int64_t n1);  // n0 a multiple of kPanel
   // Where there are products of whole numbers; else null. One tile of x, and rows [m0, m1) of tiles times codes; n0 and next as of `packed`.
-  void (*pack_byte_rows)(const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, uint32_t* out);
+  void (*pack_byte_rows)(const ByteRows&, const bf16* x, int64_t ldx, int64_t rows, int64_t tile, int64_t K, int64_t width, uint32_t* out);
   void (*byte_codes)(const CodesArgs&, const LinearArgs&, int64_t m0, int64_t m1, int64_t n0, int64_t n1, const void* next);
   int few_rows;   // most rows that `codes` takes
   void (*codes)(const CodesArgs&, const LinearArgs&, int64_t n0, int64_t n1);        // all rows of x, one tile; n0 a multiple of kPanel

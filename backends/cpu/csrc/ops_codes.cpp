@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kRound = 32;  // width is a multiple: what dense packed weights of either dtype need
 
 // Of a panel: where column k of output o lies; of 4 bits in the low half for k % 4 < 2.
-int64_t code_byte(int64_t bits, int64_t k, int64_t o) { return bits == 8 ? (k / 2 * kPanel + o) * 2 + k % 2 : (k / 8 * kPanel + o) * 4 + k % 2 * 2 + k % 8 / 4; }
+int64_t code_byte(int64_t bits, int64_t k, int64_t o) { return bits == 8 ? (k / 4 * kPanel + o) * 4 + k % 4 : (k / 8 * kPanel + o) * 4 + k % 2 * 2 + k % 8 / 4; }
 
 // codes [N][width], a byte each -> [panels][bytes of a panel].
 Tensor pack_codes(const Tensor& codes, int64_t bits) {
@@ -85,11 +85,11 @@ void run_decoded(const CodesArgs& c, const LinearArgs& a, int64_t M, int64_t N, 
 }
 
 Tensor linear_codes(const Tensor& x_in, const Tensor& panels, const Tensor& scales, const OptionalTensor& offsets, const Tensor& ends, const Tensor& exponents, int64_t bits, int64_t N, double zero,
-                    const OptionalTensor& bias, bool out_f32) {
+                    const OptionalTensor& bias, bool out_f32, bool is_whole) {
   Tensor x = x_in.stride(1) == 1 ? x_in : packed(x_in);
   Tensor out = new_like(x, {x.size(0), N}, out_f32 ? std::optional(ScalarType::Float) : std::nullopt);
   Dtype d = dtype_of(x, "x");
-  run_codes(code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, &exponents, bits, zero, bias ? &*bias : nullptr, d, x.size(1), N), d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr(), out_f32);
+  run_codes(code_linear(panels, scales, offsets ? &*offsets : nullptr, ends, &exponents, bits, zero, bias ? &*bias : nullptr, d, x.size(1), N), d, x.const_data_ptr(), x.stride(0), x.size(0), out.mutable_data_ptr(), out_f32, is_whole);
   return out;
 }
 
@@ -138,13 +138,13 @@ CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor*
 
 namespace {
 
-bool takes_bytes(const CodesArgs& c, Dtype d) { return kernels()->byte_codes && d == Dtype::bf16 && c.bits == 4 && c.is_by_32; }
+bool takes_bytes(const CodesArgs& c, Dtype d) { return kernels()->byte_codes && d == Dtype::bf16 && c.is_by_32; }
 
 // N: outputs that are counted, half of w's where they are gated.
 void run_bytes(const CodeLinear& w, LinearArgs a, const void* x, int64_t ldx, int64_t M, int64_t N) {
   const CodesArgs& c = w.codes;
   const char* panels = static_cast<const char*>(c.panels);
-  int64_t block = give_rows(a, Rows::byte_tiles, x, ldx, M, w.in, c.width), panel_bytes = c.width * kPanel / 2;
+  int64_t block = give_rows(a, Rows::byte_tiles, x, ldx, M, w.in, c.width), panel_bytes = c.width * kPanel * c.bits / 8;
   spread(M, N, c.width, block, a.gate ? 1 : 2, [&, k = kernels()](int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t next) {
     k->byte_codes(c, a, m0, m1, n0, n1, next < 0 ? nullptr : panels + next / kPanel * panel_bytes);
   });
@@ -160,10 +160,11 @@ void run_halves(const CodeLinear& w, LinearArgs a, const void* x, int64_t ldx, i
 
 }  // namespace
 
-void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32) {
+void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32, bool is_whole) {
   const Kernels* k = kernels();
   const CodesArgs& c = w.codes;
   LinearArgs a{d, nullptr, nullptr, w.bias, out, c.width, 0, 0, w.out, out_f32};
+  a.bytes = {c.bits, is_whole};
   if (!M) return;
   if (takes_bytes(c, d)) return run_bytes(w, a, x, ldx, M, w.out);
   if (form_of(d) == Rows::half_tiles) return run_halves(w, a, x, ldx, M, w.out);
@@ -177,14 +178,14 @@ bool run_gated(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t
   bool bytes = takes_bytes(w.codes, d);
   if ((!bytes && form_of(d) != Rows::half_tiles) || w.bias || inner % kPanel) return false;
   LinearArgs a{d, nullptr, nullptr, nullptr, out, w.codes.width, 0, 0, inner, false};
-  a.gate = inner, a.act = act;
+  a.gate = inner, a.act = act, a.bytes = {w.codes.bits, false};
   if (M && bytes) run_bytes(w, a, x, ldx, M, inner);
   else if (M) run_halves(w, a, x, ldx, M, inner);
   return true;
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
-  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, Tensor exponents, int bits, int out_size, float zero, Tensor? bias, bool out_f32) -> Tensor");
+  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, Tensor exponents, int bits, int out_size, float zero, Tensor? bias, bool out_f32, bool is_whole) -> Tensor");
   m.def("pack_codes(Tensor codes, int bits) -> Tensor");
   m.def("code_rows(Tensor ids, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero) -> Tensor");
 }

@@ -174,7 +174,7 @@ void byte_tiles(LinearArgs& a, const bf16* x, int64_t M, int64_t K, int64_t ldx,
   uint32_t* to = buffer.data();
   a.x = to;
   pool::parallel(count, 1, threads_for(M * K), [&, k = kernels()](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) k->pack_byte_rows(x + t * tile * ldx, ldx, std::min(tile, M - t * tile), tile, K, width, to + t * size);
+    for (int64_t t = begin; t < end; ++t) k->pack_byte_rows(a.bytes, x + t * tile * ldx, ldx, std::min(tile, M - t * tile), tile, K, width, to + t * size);
   });
 }
 

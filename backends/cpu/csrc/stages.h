@@ -64,8 +64,8 @@ struct CodeLinear {
 };
 
 CodeLinear code_linear(const Tensor& panels, const Tensor& scales, const Tensor* offsets, const Tensor& ends, const Tensor* exponents, int64_t bits, double zero, const Tensor* bias, Dtype d, int64_t in, int64_t out);
-// out [M][w.out], of `d` or float32.
-void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32);
+// out [M][w.out], of `d` or float32. is_whole: x holds whole numbers of 8 bits.
+void run_codes(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, void* out, bool out_f32, bool is_whole = false);
 bool run_gated(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t M, Act act, void* out);
 
 // Either, its rows of one dtype in and out.

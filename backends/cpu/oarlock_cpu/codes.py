@@ -134,23 +134,23 @@ def linear(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None = Non
 
 
 def linear_w8a8(x: torch.Tensor, weight: PackedW8A8, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As the registry's: codes of activations are whole numbers that x's dtype holds, so the kernel of int8 weights multiplies them as they are."""
+    """As the registry's, by the kernels of int8 weights: x's dtype holds the codes of activations."""
     given, scale = x.float(), weight.input_scale
     if scale is None:
         largest = given.abs().amax(-1, keepdim=True)
         scale = torch.where(largest > 0, largest / 127.0, 1.0)
     rounded = (given / scale).round_().clamp_(-128, 127).to(x.dtype)
-    out = multiply(rounded, weight.codes, None, True).mul_(scale)
+    out = multiply(rounded, weight.codes, None, True, is_whole=True).mul_(scale)
     return (out if bias is None else out.add_(bias)).to(x.dtype)
 
 
-def multiply(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, out_f32: bool) -> torch.Tensor:
-    """A linear whose sums may be kept in float32."""
+def multiply(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, out_f32: bool, is_whole: bool = False) -> torch.Tensor:
+    """A linear whose sums may be kept in float32. is_whole: x holds whole numbers of 8 bits, which are not rounded again."""
     if weight.in_size - x.shape[1] not in ((0, 1) if weight.bits == 4 else (0,)):  # of an odd number of columns int4 holds one more
         raise RuntimeError(f"linear_int{weight.bits}: x [num_tokens, {x.shape[1]}] does not fit a weight of [{weight.out_size}, {weight.in_size}]")
     if weight.order is not None:
         x = torch.nn.functional.pad(x, (0, 1))[:, weight.order]
-    return _linear(x, weight.panels, weight.scales, weight.offsets, weight.ends, weight.exponents, weight.bits, weight.out_size, weight.zero, bias, out_f32)
+    return _linear(x, weight.panels, weight.scales, weight.offsets, weight.ends, weight.exponents, weight.bits, weight.out_size, weight.zero, bias, out_f32, is_whole)
 
 
 def rows(ids: torch.Tensor, weight: PackedCodes) -> torch.Tensor:
