@@ -185,7 +185,7 @@ bool run_gated(const CodeLinear& w, Dtype d, const void* x, int64_t ldx, int64_t
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oarlock_cpu, m) {
-  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, Tensor exponents, int bits, int out_size, float zero, Tensor? bias, bool out_f32, bool is_whole) -> Tensor");
+  m.def("linear_codes(Tensor x, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, Tensor exponents, int bits, int out_size, float zero, Tensor? bias, bool out_f32, bool is_whole=False) -> Tensor");
   m.def("pack_codes(Tensor codes, int bits) -> Tensor");
   m.def("code_rows(Tensor ids, Tensor panels, Tensor scales, Tensor? offsets, Tensor ends, int bits, int out_size, float zero) -> Tensor");
 }
