@@ -13,11 +13,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from oarlock.llm import LLM, AsyncLLM
+    from oarlock.pooling_params import PoolingParams
     from oarlock.sampling_params import SamplingParams
 
-_LAZY = {"LLM": "oarlock.llm", "AsyncLLM": "oarlock.llm", "SamplingParams": "oarlock.sampling_params"}
+_LAZY = {"LLM": "oarlock.llm", "AsyncLLM": "oarlock.llm", "PoolingParams": "oarlock.pooling_params", "SamplingParams": "oarlock.sampling_params"}
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "PoolingParams", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

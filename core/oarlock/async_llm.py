@@ -20,6 +20,7 @@ from oarlock.frontend.inputs import InputProcessor
 from oarlock.frontend.outputs import OutputProcessor, RequestOutput, exception_for
 from oarlock.frontend.text_threads import in_text_thread
 from oarlock.messages import Abort, EngineInfo, EngineOutputs, EngineRequest, ErrorInfo, SchedulerStats
+from oarlock.pooling_params import PoolingParams
 from oarlock.sampling_params import SamplingParams
 
 THREAD_CHARS = 100_000  # longer texts are tokenised in a thread, so that the event loop stays free
@@ -58,7 +59,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Any,  # str | list[int] | {"prompt": str} | {"prompt_token_ids": list[int]}
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         request_id: str,
         *,
         priority: int = 0,

@@ -29,7 +29,7 @@ _NEVER = [
     "*/*.safetensors",
     "*/*.bin",
     "*/*.pt",
-    "*/*.json",
+    "*/[!c]*.json",  # but the config.json of the folders that modules.json names
     "consolidated*",
     "optimizer*",
     "training_args.bin",

@@ -20,8 +20,10 @@ from oarlock.frontend.conversation import read_messages, text_of
 from oarlock.frontend.inputs import InputLimits, InputProcessor, default_sampling_fields
 from oarlock.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, exception_for
 from oarlock.frontend.prompt_forms import conversation_list, naming, prompt_list
+from oarlock.llm_pooling import PoolingMethods
 from oarlock.model_summary import ModelSummary
 from oarlock.offline_engine import OfflineEngine, Prepared
+from oarlock.pooling_params import PoolingParams
 from oarlock.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class Metric:
     labels: dict[str, str] = field(default_factory=dict)
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model in this process. `LLM(model, **options)`: every option of `oarlock serve` that is not the server's, with underscores.
 
     Calls from several threads run one after another. A context manager; `close()` and `del` free everything.
@@ -265,7 +267,7 @@ class LLM:
     def _prepare(
         self,
         prompts: Sequence[Any],
-        params: Sequence[SamplingParams],
+        params: Sequence[SamplingParams | PoolingParams],
         priority: Sequence[int] | None,
         *,
         add_special_tokens: bool = True,
@@ -330,8 +332,7 @@ def _refusal(name: str, what: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("encode", "embed", "classify", "score", "reward"):
-    setattr(LLM, _name, _refusal(_name, "this version serves text generation only, and no embedding, classification or reward models"))
+LLM.reward = _refusal("reward", "this version serves no reward models; a classifier's logits come from classify")  # type: ignore[attr-defined]
 for _name in ("sleep", "wake_up"):
     setattr(LLM, _name, _refusal(_name, "this version cannot park a model; close() frees its memory, and a new LLM loads it again"))
 for _name in ("collective_rpc", "apply_model", "start_profile", "stop_profile", "enqueue", "wait_for_completion"):

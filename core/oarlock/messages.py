@@ -1,7 +1,7 @@
 """The frozen records that layers exchange. Standard library only.
 
 Owns: the shape of every record between frontend, engine, executor and worker.
-Reads: `sampling_params`.
+Reads: `sampling_params`, `pooling_params`.
 Never: has behaviour beyond small derived values; never holds a tensor.
 
 Direction: EngineRequest -> scheduler -> SchedulerOutput -> worker -> ModelRunnerOutput -> scheduler -> EngineOutput.
@@ -15,6 +15,7 @@ from typing import Literal
 
 from oarlock.backend_api.capabilities import Capabilities
 from oarlock.kv_spec import KVGroup
+from oarlock.pooling_params import PoolingParams
 from oarlock.sampling_params import SamplingParams
 from oarlock.shapes import BucketTable
 
@@ -35,6 +36,7 @@ class EngineRequest:
     cache_salt: str | None = None
     adapter: str | None = None  # room kept for LoRA
     mm_inputs: None = None  # room kept for images
+    pooling: PoolingParams | None = None  # the prompt becomes a vector and no token is generated, whatever params say
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class EngineOutput:
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
     first_scheduled_s: float | None = None  # time.time(), on a branch's first output
     error: ErrorInfo | None = None  # with finish_reason "error"
+    pooled: bytes | None = None  # a vector of float32, lowest byte first, where one was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,7 @@ class NewRequest:
     adapter: str | None = None
     mm_inputs: None = None
     draft_tokens: tuple[int, ...] = ()
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]] = field(default_factory=dict)  # for prompt positions start+1 .. start+num_tokens of this step's chunk, those that lie within the prompt
     failed: dict[int, str] = field(default_factory=dict)  # branch id -> why (a non-finite row, a logits processor that raised)
     compiles_after_warmup: int = 0
+    pooled: dict[int, bytes] = field(default_factory=dict)  # branches whose prompt is complete: EngineOutput.pooled
 
 
 @dataclass(frozen=True, slots=True)

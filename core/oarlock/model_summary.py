@@ -1,7 +1,7 @@
 """What core needs to know of a checkpoint, read from config.json or a GGUF header. No torch, no weights.
 
 Owns: `ModelSummary` and how it is derived.
-Reads: `config`, `errors`, `hub`, `gguf_config`, `rope_config`.
+Reads: `config`, `errors`, `hub`, `gguf_config`, `pooling_params`, `rope_config`.
 Never: opens a weight file beyond its header; imports torch or transformers; executes code of a checkpoint.
 """
 
@@ -19,6 +19,7 @@ from oarlock.errors import ConfigError, ModelError, UnsupportedArchitecture
 from oarlock.gguf_config import config_of
 from oarlock.gguf_header import is_gguf, read_header
 from oarlock.hub import resolve_model
+from oarlock.pooling_params import read_pooler_config
 from oarlock.rope_config import merge_rope_flags, normalise_rope, scaled_length
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class ModelSummary:
     quantization_config: dict[str, Any] | None = None
     is_gguf: bool = False
     is_gguf_quantised: bool = False
+    pooler_config: dict[str, Any] = field(default_factory=dict)  # of PoolingParams' fields
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelSummary:
@@ -133,6 +135,7 @@ def load_summary(config: ModelConfig) -> ModelSummary:
         quantization_config=_quantization(Path(path), raw, from_file),
         is_gguf=from_file,
         is_gguf_quantised=bool(from_file and raw.get("gguf_blocks")),
+        pooler_config=read_pooler_config(config.pooler_config),
     )
 
 

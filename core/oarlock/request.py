@@ -119,7 +119,7 @@ class Request:
         self.priority = priority
         self.seed = seed
         self.num_prompt = len(source.prompt_token_ids)
-        max_tokens = max_model_len if p.max_tokens is None else p.max_tokens
+        max_tokens = 0 if source.pooling is not None else max_model_len if p.max_tokens is None else p.max_tokens
         self.max_total = max(min(self.num_prompt + max_tokens, max_model_len), self.num_prompt)  # tokens, prompt included
         self.is_beam = p.use_beam_search
         self.width = p.num_branches

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 from oarlock.async_llm import AsyncLLM
-from oarlock.config.sections import DeviceConfig, EngineConfig, ModelConfig, ServerConfig
+from oarlock.config.sections import DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from oarlock.frontend.chat import ChatTemplate
 from oarlock.frontend.inputs import InputLimits, InputProcessor
 from oarlock.messages import EngineOutput, EngineOutputs
@@ -89,11 +89,12 @@ async def toy_server(
     tokenizer: ToyTokenizer | None = None,
     summary: Any = SUMMARY,
     options: dict[str, Any] | None = None,
+    scheduler: dict[str, Any] | None = None,
     routes: tuple[Callable[[Any], None], ...] = (),
     api_keys: tuple[str, ...] = (),
     **facts: Any,
 ) -> AsyncIterator[Toy]:
-    engine = engine or EngineConfig(ModelConfig(MODEL), device=DeviceConfig(options=options or {}))
+    engine = engine or EngineConfig(ModelConfig(MODEL), scheduler=SchedulerConfig(**scheduler or {}), device=DeviceConfig(options=options or {}))
     server = server or ServerConfig(api_keys=api_keys)
     tokenizer = tokenizer or ToyTokenizer()
     client = PumpedClient(script or says("hello"), step_s, engine_info=info(**facts))

@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "memory_plan",
         "model_summary",
         "plugins",
+        "pooling_params",
         "quantization",
         "rope_config",
         "sampling_params",
@@ -51,7 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "executor"),
     ("engine",),
     ("frontend",),
-    ("async_llm", "cli", "entrypoints", "llm", "offline_engine", "server"),
+    ("async_llm", "cli", "entrypoints", "llm", "llm_pooling", "offline_engine", "server"),
 )
 INDEPENDENT = {("scheduler", "executor"), ("executor", "scheduler")}
 RUNTIME_MAY_IMPORT = (
@@ -69,6 +70,7 @@ RUNTIME_MAY_IMPORT = (
     "messages",
     "model_summary",
     "plugins",
+    "pooling_params",
     "quantization",
     "rope_config",
     "runtime",

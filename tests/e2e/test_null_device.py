@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oarlock import LLM, SamplingParams
+from oarlock import LLM, PoolingParams, SamplingParams
 from oarlock.config.resolve import from_kwargs
 from oarlock.conformance.null_device import NullExecutor
 from oarlock.conformance.null_memory import Breach, NullMemory
@@ -200,7 +200,7 @@ def test_branches_agree_and_beams_are_the_cheapest_sequences(make):
 def test_no_torch_is_imported_and_no_hook_called_while_serving(folder):
     code = f"""
 import sys
-from oarlock import LLM, SamplingParams
+from oarlock import LLM, PoolingParams, SamplingParams
 from oarlock.plugins import hook_calls
 llm = LLM({str(folder)!r}, device="null")
 before = hook_calls()
@@ -271,6 +271,17 @@ def test_an_engine_process_answers_the_same(folder):
             client.shutdown()
 
     assert asyncio.run(run()) == [paper(p, MAX_TOKENS) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("options", [{}, TIGHT | {"swap_space": 0.01, "preemption_mode": "swap"}, TIGHT | {"hf_overrides": HYBRID, "num_blocks_override": 80}])
+def test_vectors_are_those_on_paper_and_no_block_is_kept(make, options):
+    llm = make(**options)
+    for pooling, fields in (("last", {}), ("mean", {}), ("mean", {"dimensions": 32})):
+        results = llm.embed([*PROMPTS, *PROMPTS], pooling_params=PoolingParams(pooling=pooling, **fields), use_tqdm=False)
+        for prompt, result in zip([*PROMPTS, *PROMPTS], results, strict=True):
+            entries = [1 + (paper(prompt, 1)[0] + d) % VOCAB for d in range(32)]
+            assert result.outputs.embedding == pytest.approx([entry / math.hypot(*entries) for entry in entries], abs=1e-6)
+    assert llm._engine.inbox.stats.num_used_blocks == 0
 
 
 @pytest.fixture(scope="module")

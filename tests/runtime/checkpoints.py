@@ -171,7 +171,8 @@ class Tiny:
         if self._model is None:
             _quiet()
             found = getattr(transformers, self.recipe.model).from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager")
-            found.generation_config.eos_token_id = None  # a continuation has its full length
+            if found.can_generate():
+                found.generation_config.eos_token_id = None  # a continuation has its full length
             self._model = found.eval()
         return self._model
 

@@ -124,7 +124,7 @@ def test_other_wrong_calls_are_refused():
     ):
         with pytest.raises(InvalidParameter):
             call()
-    for name in ("encode", "embed", "classify", "score", "reward", "sleep", "wake_up", "collective_rpc"):
+    for name in ("reward", "sleep", "wake_up", "collective_rpc"):
         with pytest.raises(NotBuilt, match=name):
             getattr(llm, name)("x")
     with pytest.raises(NotBuilt, match="lora_request"):

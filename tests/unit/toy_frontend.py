@@ -6,6 +6,7 @@ Token ids 0 to 255 are bytes; then come the specials and a few words.
 from __future__ import annotations
 
 import codecs
+import struct
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -88,6 +89,11 @@ def position(token_id: int, logprob: float = -0.5) -> PositionLogprobs:
     return PositionLogprobs(token_id, logprob, 2, ((65, -0.1), (token_id, logprob), (66, -2.0)))
 
 
+def toy_vector(ids: Sequence[int]) -> bytes:
+    """[number of tokens, last token, first token, 0.5] as float32."""
+    return struct.pack("<4f", len(ids), ids[-1], ids[0], 0.5)
+
+
 Script = Callable[[EngineRequest, int], Sequence[int]]
 
 
@@ -151,6 +157,9 @@ class ScriptedClient(EngineClient):
 
     def _advance(self, request_id: str) -> list[EngineOutput]:
         request, branches = self._requests[request_id], self.open[request_id]
+        if request.pooling is not None:
+            del self.open[request_id]
+            return [EngineOutput(request_id, finish_reason="stop", pooled=toy_vector(request.prompt_token_ids), num_cached_tokens=1)]
         outputs = []
         for index, known in list(branches.items()):
             script = list(self.script(request, index)) or [0]

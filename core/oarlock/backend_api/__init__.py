@@ -7,7 +7,18 @@ Never: imports torch.
 
 from oarlock.backend_api.capabilities import Capabilities, Claims
 from oarlock.backend_api.hookspecs import API_VERSION, PROJECT, Hooks, hookimpl, hookspec
-from oarlock.backend_api.routes import BytesReply, EventReply, JsonReply, Route, RouteCall, RouteError, RouteFields, RouteServer
+from oarlock.backend_api.routes import (
+    BytesReply,
+    EventReply,
+    JsonReply,
+    Pooled,
+    PoolOptions,
+    Route,
+    RouteCall,
+    RouteError,
+    RouteFields,
+    RouteServer,
+)
 from oarlock.backend_api.specs import (
     AttentionSpec,
     CommunicatorSpec,
@@ -48,6 +59,8 @@ __all__ = [
     "OptionSpec",
     "ParserContext",
     "Piece",
+    "PoolOptions",
+    "Pooled",
     "ProbeResult",
     "Problem",
     "QuantizationMethod",

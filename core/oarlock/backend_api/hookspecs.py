@@ -18,7 +18,7 @@ import pluggy
 from oarlock.backend_api import specs
 
 PROJECT = "oarlock"
-API_VERSION = (1, 1)
+API_VERSION = (1, 2)
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

@@ -13,7 +13,7 @@ Never: names a web framework; lets a route see a request's headers, and so its k
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -119,6 +119,30 @@ class Route:
     error_body: Callable[[int, dict[str, Any]], Any] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """How prompts become vectors. None: as the checkpoint, or --pooler-config, has it."""
+
+    task: Literal["embed", "classify"] | None = None
+    pooling: str | None = None  # last, mean, cls
+    use_activation: bool | None = None  # embed: length 1; classify: probabilities
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None  # -1: the context
+    truncation_side: str = "right"  # which end is cut off
+    add_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """One prompt's vector: an embedding, or a number for each of `RouteServer.labels`."""
+
+    data: bytes  # float32, lowest byte first
+    token_ids: tuple[int, ...]  # the prompt's
+    num_cached_tokens: int
+
+
 class RouteServer(Protocol):
     """What a route may know and do. `add` while the server starts, the rest while it serves, on the event loop's thread."""
 
@@ -135,8 +159,11 @@ class RouteServer(Protocol):
     @property
     def options(self) -> Mapping[str, Any]: ...  # of every plugin: `OptionSpec`
     @property
+    def labels(self) -> tuple[str, ...]: ...  # of a classifier's classes; (): the model gives embeddings
+    @property
     def post_paths(self) -> frozenset[str]: ...  # of every POST route, for `call` and `stream`
     def add(self, route: Route) -> None: ...
     async def call(self, path: str, body: Mapping[str, Any], request_id: str) -> Any: ...  # what POST path answers; raises RouteError
     def stream(self, path: str, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Any, None]: ...  # its events' JSON values, without [DONE]
+    async def pool(self, prompts: Sequence[Any], options: PoolOptions, request_id: str, param: str = "prompt") -> list[Pooled]: ...  # texts or ids; raises RouteError naming param[n]
     def spawn(self, work: Coroutine[Any, Any, None]) -> None: ...  # goes on without the client; ends with the server

@@ -37,6 +37,7 @@ class ModelConfig:
     served_model_name: tuple[str, ...] = ()
     generation_config: str = "auto"  # "auto": from the checkpoint; "none"; or a folder
     hf_overrides: dict[str, Any] = field(default_factory=dict)
+    pooler_config: dict[str, Any] = field(default_factory=dict)  # over what the checkpoint says of its vectors; `pooling_params.read_pooler_config`
     guided_decoding_backend: str = "auto"  # name of an extension of kind "structured_output"; "auto": the one of highest priority that can serve
 
 

@@ -6,6 +6,7 @@ Never: knows a block or a step.
 
 The next token after tokens t0 … t(n-1) is (t0 + … + t(n-1) + n) mod vocab_size.
 The logit of token v is minus its distance from there, -((v - next) mod vocab_size): the next token has 0, the one after it -1, …
+A prompt's vector is made of the token that would follow it: see `vector`.
 No noise is added, so temperature, top_p, top_k, min_p and seed change nothing; bans, biases and penalties act on the logits.
 
     vocab_size 100, prompt 5 6 7:   18 + 3 = 21,   39 + 4 = 43,   82 + 5 = 87,   169 + 6 = 75
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +38,14 @@ def answer(prompt: Sequence[int], max_tokens: int, vocab_size: int) -> list[int]
 def logprob(token: int, best: int, vocab_size: int) -> float:
     """Log-softmax of the logits above."""
     return -((token - best) % vocab_size) - math.log((1 - math.exp(-vocab_size)) / (1 - math.exp(-1)))
+
+
+def vector(prompt: Sequence[int], size: int, dimensions: int | None, vocab_size: int) -> bytes:
+    """A made-up vector of length 1, whatever was asked for: entry d is proportional to 1 + (next token + d) mod vocab_size. As float32."""
+    best = next_token(sum(prompt), len(prompt), vocab_size)
+    entries = [1.0 + (best + d) % vocab_size for d in range(dimensions or size)]
+    length = math.sqrt(sum(entry * entry for entry in entries))
+    return struct.pack(f"<{len(entries)}f", *(entry / length for entry in entries))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,13 +15,14 @@ from typing import Any
 from oarlock.backend_api import Capabilities
 from oarlock.config.device_rules import check_device, notes_for
 from oarlock.config.resolve import token_budget
-from oarlock.conformance.null_answers import logprob, next_token
+from oarlock.conformance.null_answers import logprob, next_token, vector
 from oarlock.conformance.null_memory import Breach, Known, NullMemory
 from oarlock.conformance.null_plugin import BLOCK_SIZES, DTYPES, MEMORY_BYTES
 from oarlock.executor.base import Executor, Pending
 from oarlock.kv_spec import KVSpec, make_groups
 from oarlock.memory_plan import MemoryNeeds, plan_memory
 from oarlock.messages import ModelRunnerOutput, PositionLogprobs, ScheduledRow, SchedulerOutput, WorkerReady
+from oarlock.pooling_params import Pooler
 from oarlock.shapes import BucketTable
 
 log = logging.getLogger("oarlock.worker")
@@ -150,7 +151,14 @@ class NullExecutor(Executor):
             self._score_prompt(row, known, result)
             if row.emits:
                 self._sample(row, known, result)
+            elif known.new.pooling is not None and row.start + row.num_tokens == known.new.num_prompt_tokens:
+                result.pooled[row.branch_id] = vector(known.tokens, self._vector_size, known.new.pooling.dimensions, self.summary.vocab_size)
         return result
+
+    @property
+    def _vector_size(self) -> int:
+        pooler = Pooler.of(self.summary.architecture, self.summary.hf_config, self.summary.path, {})
+        return len(pooler.labels) or pooler.size
 
     def _score_prompt(self, row: ScheduledRow, known: Known, result: ModelRunnerOutput) -> None:
         wanted = known.new.params.prompt_logprobs

@@ -22,6 +22,7 @@ from oarlock.backend_api.capabilities import Capabilities
 from oarlock.errors import WorkerError
 from oarlock.kv_spec import KVGroup
 from oarlock.messages import CachedRequest, ModelRunnerOutput, NewRequest, PositionLogprobs, ScheduledRow, SchedulerOutput, WorkerReady
+from oarlock.pooling_params import PoolingParams
 from oarlock.sampling_params import SamplingParams
 from oarlock.shapes import BucketTable
 
@@ -37,6 +38,7 @@ RECORDS: tuple[type, ...] = (
     Capabilities,
     KVGroup,
     BucketTable,
+    PoolingParams,
 )
 _NUMBER = {cls: at for at, cls in enumerate(RECORDS)}
 _FIELDS = [tuple(f.name for f in dataclasses.fields(cls)) for cls in RECORDS]

@@ -18,6 +18,7 @@ from oarlock.config.sections import ModelConfig, ServerConfig
 from oarlock.errors import InvalidParameter, ModelError, PromptTooLong
 from oarlock.messages import EngineInfo, EngineRequest
 from oarlock.model_summary import ModelSummary
+from oarlock.pooling_params import Pooler, PoolingParams
 from oarlock.sampling_params import INT32_MAX, SamplingParams
 
 # A prompt's mapping keys: those that are honoured, and those of features that this version does not have.
@@ -87,6 +88,7 @@ class InputProcessor:
         self.tokenizer = tokenizer  # None under --skip-tokenizer-init
         self.summary = summary
         self.limits = limits or InputLimits()
+        self.pooler = Pooler.of(summary.architecture, summary.hf_config, summary.path, summary.pooler_config)
 
     @cached_property
     def longest_text(self) -> int | None:
@@ -111,7 +113,7 @@ class InputProcessor:
     def make_request(
         self,
         prompt: Any,  # str | list[int] | {"prompt": str} | {"prompt_token_ids": list[int]} (or both)
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,  # PoolingParams: a vector instead of tokens
         request_id: str,
         *,
         priority: int = 0,
@@ -125,8 +127,8 @@ class InputProcessor:
         Raises:
             InvalidParameter, PromptTooLong: with `.param` naming the field; nothing was queued.
         """
-        if not isinstance(params, SamplingParams):
-            raise InvalidParameter(f"sampling_params is of type {type(params).__name__}; give a SamplingParams.", param="sampling_params")
+        pooling = self.pooler.fit(params) if isinstance(params, PoolingParams) else None
+        params = self._sampling(params, pooling)
         self._check_limits(params)
         self._check_envelope(request_id, priority)
         text, ids, salt = self._split(prompt, param)
@@ -136,16 +138,19 @@ class InputProcessor:
         eos = () if params.ignore_eos else self.eos_token_ids
         self._check_reachable(params, eos)
         if ids is None:
-            ids = self.tokenize(text, add_special_tokens=add_special_tokens, param=param, bounded=params.truncate_prompt_tokens is None)
+            is_cut = (params if pooling is None else pooling).truncate_prompt_tokens is not None
+            ids = self.tokenize(text, add_special_tokens=add_special_tokens, param=param, bounded=not is_cut)
         else:
-            ids = self.check_token_ids(ids, param)
-        if params.truncate_prompt_tokens is not None:
+            text, ids = text if pooling is None else None, self.check_token_ids(ids, param)
+        if pooling is not None:
+            ids = self._cut(text, ids, pooling)
+        elif params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
-        max_tokens = self._room(len(ids), params, param, max_tokens_param)
+        max_tokens = self._room(len(ids), params, param, max_tokens_param if pooling is None else "")
         self._check_logprob_entries("prompt_logprobs", params.prompt_logprobs, len(ids), f"{len(ids)} tokens of {param}")
         made = f"{params.num_branches} × {max_tokens} of {max_tokens_param}"
         self._check_logprob_entries("logprobs", params.logprobs, params.num_branches * max_tokens, made)
-        if params.max_tokens is not None or not params.use_beam_search:  # how far all beams can go is the scheduler's to say
+        if pooling is None and (params.max_tokens is not None or not params.use_beam_search):  # how far all beams can go is the scheduler's to say
             params = replace(params, max_tokens=max_tokens)
         request = EngineRequest(
             request_id=request_id,
@@ -155,8 +160,33 @@ class InputProcessor:
             arrival_s=time.time(),
             priority=priority,
             cache_salt=salt,
+            pooling=pooling,
         )
         return request, text
+
+    def _sampling(self, params: Any, pooling: PoolingParams | None) -> SamplingParams:
+        """The caller's, or those under which a prompt is computed for its vector, every position of it where all are needed."""
+        if pooling is not None:
+            return SamplingParams(max_tokens=1, detokenize=False, skip_reading_prefix_cache=pooling.pooling != "last")
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameter(f"sampling_params is of type {type(params).__name__}; give a SamplingParams.", param="sampling_params")
+        if self.pooler.role != "generate":
+            gives = "classes and scores" if self.pooler.role == "classify" else "embeddings"
+            raise InvalidParameter(f"this model ({self.summary.architecture}) generates no text; it gives {gives}.", param="model", code="unsupported_field")
+        return params
+
+    def _cut(self, text: str | None, ids: list[int], pooling: PoolingParams) -> list[int]:
+        """At most `truncate_prompt_tokens` of them. What the tokenizer adds before and after a text stays: a model may read its vector there."""
+        keep = pooling.truncate_prompt_tokens
+        keep = self.info.max_model_len if keep == -1 else keep
+        if keep is None or len(ids) <= keep:
+            return ids
+        plain = ids if text is None or self.tokenizer is None else self.tokenizer.encode(text, False)
+        before = next((at for at in range(len(ids) - len(plain) + 1) if ids[at : at + len(plain)] == plain), None)
+        if before is None or not 0 < (room := keep - len(ids) + len(plain)):
+            before, plain, room = 0, ids, keep
+        kept = plain[:room] if pooling.truncation_side == "right" else plain[-room:]
+        return [*ids[:before], *kept, *ids[before + len(plain) :]]
 
     def check_together(self, requests: Sequence[EngineRequest]) -> int:
         """Bound the logprobs of the prompts of one caller, whose results are held until the last one has come.
@@ -444,19 +474,19 @@ class InputProcessor:
             )
 
     def _room(self, prompt_len: int, params: SamplingParams, param: str, max_tokens_param: str) -> int:
-        """max_tokens as a number, checked against the context and against what the KV cache can ever hold."""
+        """max_tokens as a number, checked against the context and against what the KV cache can ever hold. No name of it: nothing is generated."""
         limits = [(self.info.max_model_len, "the context (max_model_len) is {} tokens", "or serve with a larger max_model_len")]
         if self.info.max_prompt_tokens:
             limits.append((self.info.max_prompt_tokens, "the KV cache can hold {} tokens of one request", "or give the KV cache more memory"))
         limit, what, remedy = min(limits, key=lambda entry: entry[0])
-        wanted = params.max_tokens
+        wanted = params.max_tokens if max_tokens_param else 0
         least = 1 if wanted is None else wanted
         if prompt_len + least > limit:
-            output = f"{wanted} of {max_tokens_param}" if wanted is not None else "at least 1 to generate"
+            output = f" and {wanted} of {max_tokens_param}" if wanted is not None else " and at least 1 to generate"
             fault = param if prompt_len + bool(least) > limit else max_tokens_param
             raise PromptTooLong(
-                f"{what.format(limit)}, but the request needs {prompt_len + least}: {prompt_len} of {param} and {output}; "
-                f"shorten {param}, lower {max_tokens_param}, {remedy}.",
+                f"{what.format(limit)}, but the request needs {prompt_len + least}: {prompt_len} of {param}{output if max_tokens_param else ''}; "
+                f"shorten {param}, {f'lower {max_tokens_param}, ' if max_tokens_param else ''}{remedy}.",
                 param=fault,
                 code="context_length_exceeded",
             )

@@ -72,6 +72,7 @@ class RequestOutput:
     num_generated_tokens: int = 0  # over every branch so far, discarded ones (best_of) included
     error: ErrorInfo | None = None
     lora_request: None = None
+    pooled: bytes | None = None  # of a request for a vector: EngineOutput.pooled
 
 
 def exception_for(error: ErrorInfo) -> OarlockError:
@@ -155,6 +156,8 @@ class OutputProcessor:
         state.num_cached_tokens = delta.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs is not None:
             delta.prompt_logprobs = [None if entry is None else self._logprobs(entry, state, prompt=True) for entry in output.prompt_logprobs]
+        if output.pooled is not None:
+            delta.pooled = output.pooled
         branch = state.branches.get(output.index)
         if branch is None:
             branch = state.branches[output.index] = _Branch(output.index, state.request, self.tokenizer)

@@ -29,6 +29,7 @@ class Row:
     allowed: np.ndarray | None  # [mask words] int32
     needs_history: bool  # penalties
     history_loaded: bool = False
+    pooled: np.ndarray | None = None  # [hidden size or classes] float32: the sum of what was read of its prompt so far
 
     @property
     def processors(self) -> tuple[Callable[..., Any], ...]:
@@ -157,6 +158,13 @@ class Batch:
         place = np.arange(len(rows))
         place[decodes:] += key.decode_rows - decodes
         return place
+
+    def query_starts(self, rows: tuple[ScheduledRow, ...], key: Any) -> np.ndarray:
+        """Where each padded row's tokens begin among the step's. [key.rows]"""
+        lens = np.zeros(key.rows, np.int64)
+        lens[: key.decode_rows] = 1
+        lens[self.places(rows, key)] = [r.num_tokens for r in rows]
+        return np.cumsum(lens) - lens
 
     @staticmethod
     def num_decodes(rows: tuple[ScheduledRow, ...]) -> int:

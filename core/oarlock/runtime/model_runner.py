@@ -20,6 +20,7 @@ from oarlock.errors import WorkerError
 from oarlock.messages import SchedulerOutput
 from oarlock.runtime.batch import Batch
 from oarlock.runtime.pending import LogprobsPart, PendingStep
+from oarlock.runtime.pooling import pool_prompts
 from oarlock.runtime.programs import Key, ModelPrograms, ProgramSpec, step_axes
 from oarlock.runtime.sampling_inputs import apply_processors, choose_program, logprob_wants, sample_inputs
 from oarlock.runtime.warmup import warm
@@ -150,6 +151,7 @@ class ModelRunner:
         hidden = self.run("forward", axes, batch.forward_inputs(rows, key, self.model.block_size, self.null_row))
         pending = PendingStep(self, out, [], None)
         pending.prompt = self._prompt_logprobs(out, key, axes, hidden["all"])
+        pending.pooled = pool_prompts(self, out, key, hidden["all"])
         if any(r.emits for r in rows):
             self._sample(pending, key, hidden["hidden"])
         return pending
@@ -200,7 +202,7 @@ class ModelRunner:
             if wanted is None or last <= row.start:
                 continue
             if starts is None:
-                starts = _query_starts(out, places, key)
+                starts = self.batch.query_starts(out.rows, key)
             top = self.model.vocab_size if wanted < 0 else wanted
             index = [int(starts[places[n]]) + i for i in range(last - row.start)]
             targets = [int(t) for t in self.batch.tokens[owner.row, row.start + 1 : last + 1]]
@@ -272,10 +274,3 @@ class ModelRunner:
 
 def _column(moves: tuple[tuple[int, int], ...], which: int, size: int) -> list[int]:
     return [m[which] for m in moves] + [0] * (size - len(moves))
-
-
-def _query_starts(out: SchedulerOutput, places: np.ndarray, key: StepKey) -> np.ndarray:
-    lens = np.zeros(key.rows, np.int64)
-    lens[: key.decode_rows] = 1
-    lens[places] = [r.num_tokens for r in out.rows]
-    return np.cumsum(lens) - lens

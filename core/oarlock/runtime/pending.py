@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from oarlock.messages import ModelRunnerOutput, PositionLogprobs, SchedulerOutput
+from oarlock.runtime.pooling import PooledPart, read_vectors
 
 NOTHING_FINITE = (
     "no token can be chosen for this request: the model's output holds NaN, or the request's own fields (repetition_penalty, "
@@ -58,6 +59,7 @@ class PendingStep:
     wants: dict[int, tuple[int, int]] = field(default_factory=dict)  # branch id -> (place, entries)
     prompt: list[tuple[int, int, int, LogprobsPart]] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
+    pooled: list[PooledPart] | None = None  # None: no row is asked for a vector
     done: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
@@ -81,10 +83,11 @@ class PendingStep:
             for n, (branch_id, (_, top)) in enumerate(self.wants.items()):
                 if branch_id in tokens:
                     logprobs[branch_id] = (part.at(n, tokens[branch_id][0], top),)
+        pooled = read_vectors(runner, self.out, self.pooled, self.failed) if self.pooled is not None else {}
         self.done = ModelRunnerOutput(
-            self.out.step_id, tokens, logprobs, self._read_prompts(), dict(self.failed), runner.compiles_after_warmup
+            self.out.step_id, tokens, logprobs, self._read_prompts(), dict(self.failed), runner.compiles_after_warmup, pooled
         )
-        self.tokens, self.logprobs, self.prompt = None, None, []
+        self.tokens, self.logprobs, self.prompt, self.pooled = None, None, [], None
         return self.done
 
     def _read_prompts(self) -> dict[int, tuple[PositionLogprobs, ...]]:

@@ -41,7 +41,7 @@ class Key:
     blocks: int = 0
     max_q: int = 1
     decode_rows: int = 0
-    picks: int = 0  # positions of `select`, rows of `logprobs`
+    picks: int = 0  # positions of `select` and `pool`, rows of `logprobs`
     top: int = 0  # entries of `logprobs`
     bias: int = 0  # (token, bias) pairs a row; 0: none
     mask: int = 0  # 1: an allowed-token bitmask a row
@@ -124,6 +124,7 @@ class ModelPrograms:
         specs = (
             ProgramSpec("forward", step_axes, ("last",), ("kv",), self._forward_inputs, self.forward),
             ProgramSpec("select", ("tokens", "picks"), (), (), lambda k: {"index": (k.picks,)}, self.select),
+            ProgramSpec("pool", ("picks",), (), (), lambda k: {"targets": (k.picks,)}, self.pool),
             ProgramSpec("head", ("rows",), (), (), lambda k: {}, self.head),
             ProgramSpec("greedy", ("rows",), (), ("last",), lambda k: {"rows": (k.rows,)}, self.greedy),
             # `history` is read and written only when the key has a history axis.
@@ -174,6 +175,13 @@ class ModelPrograms:
     def head(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
         """Hidden states to logits."""
         return {}, {"logits": self.model.head(weights, i["hidden"])}
+
+    def pool(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:
+        """Hidden states of chosen tokens to sums: row `n` of the result adds up those whose target is `n`; -1 is padding, which may be NaN."""
+        vectors, targets = self.model.pool(weights, i["hidden"]), i["targets"]
+        vectors = torch.where(targets[:, None] >= 0, vectors, torch.zeros_like(vectors))
+        belongs = targets[None, :] == torch.arange(key.picks, dtype=targets.dtype, device=targets.device)[:, None]
+        return {}, {"pooled": belongs.float() @ vectors}
 
     # ------------------------------------------------------------ tokens
     def greedy(self, key: Key, weights: Any, state: State, i: Inputs) -> Result:

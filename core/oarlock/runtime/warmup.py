@@ -39,7 +39,8 @@ def warm(runner: Any) -> None:
             said = time.monotonic()
             log.info("warm-up: %d of %d shapes of a step have run", done, len(keys))
         every = step(runner, key)
-        _run(runner, "select", {"tokens": key.tokens, "picks": picks}, {"all": every["all"]})
+        chosen = _run(runner, "select", {"tokens": key.tokens, "picks": picks}, {"all": every["all"]})
+    _run(runner, "pool", {"picks": picks}, chosen)
     for rows in sorted({key.rows for key in keys} | {picks}):
         _sampling(runner, rows)
     _blocks(runner)
@@ -65,6 +66,8 @@ def step(runner: Any, key: StepKey) -> dict[str, Any]:
 
 
 def _sampling(runner: Any, rows: int) -> None:
+    if runner.model.role != "generate":
+        return
     spec_hidden = torch.zeros(rows, runner.model.hidden_size, dtype=runner.model.dtype, device=runner.device.torch_device)
     logits = _run(runner, "head", {"rows": rows}, {"hidden": spec_hidden})["logits"]
     tokens = _run(runner, "greedy", {"rows": rows}, {"logits": logits})["tokens"]
@@ -104,6 +107,7 @@ def canary(runner: Any) -> None:
     """
     key = StepKey(1, 1, 1, 1, 1) if runner.policy.table.is_exact else next(iter(runner.policy.keys()))
     hidden = step(runner, key)["hidden"]
-    logits = _run(runner, "head", {"rows": key.rows}, {"hidden": hidden})["logits"]
-    if not bool(torch.isfinite(runner.device.to_host(logits)).all()):
+    if runner.model.role == "generate":
+        hidden = _run(runner, "head", {"rows": key.rows}, {"hidden": hidden})["logits"]
+    if not bool(torch.isfinite(runner.device.to_host(hidden)).all()):
         raise RuntimeError("the canary step gave numbers that are not finite")

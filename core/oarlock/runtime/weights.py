@@ -60,7 +60,7 @@ def shard_rows(tensor: torch.Tensor, heads: int, rank: int, size: int) -> torch.
 
 def _tied_table(wanted: Wanted) -> WeightSpec | None:
     """The embedding that is the head's weight, too."""
-    found = {spec.path: spec for spec, _ in wanted}
+    found = {spec.path: spec for spec, _ in wanted if spec.kind != "other"}  # of a model without a head the table is no embedding but "other"
     return None if ("lm_head", "weight") in found else found.get(("embed", "weight"))
 
 

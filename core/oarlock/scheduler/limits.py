@@ -38,7 +38,7 @@ class Limits:
     def refusal(self, request: Request) -> ErrorInfo | None:
         """Why this request can never run, or None."""
         length = request.num_prompt
-        most = self._max_model_len - (1 if request.params.max_tokens != 0 else 0)
+        most = self._max_model_len - (1 if request.params.max_tokens != 0 and request.source.pooling is None else 0)
         if length > most:
             return ErrorInfo(
                 f"the prompt has {length} tokens, but at most {most} fit: the context is {self._max_model_len} tokens, "

@@ -34,7 +34,9 @@ def seed_bits(seed: int | None, engine_seed: int, counter: int) -> int:
 
 
 def prefers_swap(config: SchedulerConfig, request: Request) -> bool:
-    """Whether a preempted branch should keep its KV on the host rather than recompute it."""
+    """Whether a preempted branch should keep its KV on the host rather than recompute it. A prompt's mean begins anew with its row."""
+    if request.source.pooling is not None:
+        return False
     return config.preemption_mode == "swap" or (config.preemption_mode == "auto" and len(request.branches) > 1)
 
 

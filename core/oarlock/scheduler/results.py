@@ -67,6 +67,8 @@ class Results:
         self._register(branch)
         if not row.emits:
             if branch.num_computed == request.num_prompt == request.max_total:  # max_tokens is 0: only the prompt was to be scored
+                if request.source.pooling is not None:
+                    return self._take_vector(branch, result.pooled.get(branch_id))
                 self._life.finish(branch)
                 indexes = sorted(request.open) if request.is_beam else [branch.index]
                 return [self.close(request, index, "length") for index in indexes]
@@ -78,6 +80,12 @@ class Results:
         if not tokens:
             return self.fail(request, ErrorInfo("the worker returned no token for this request"))
         return [self._take_tokens(branch, tokens, logprobs)]
+
+    def _take_vector(self, branch: Branch, pooled: bytes | None) -> list[EngineOutput]:
+        if pooled is None:
+            return self.fail(branch.request, ErrorInfo("the worker returned no vector for this request"))
+        self._life.finish(branch)
+        return [self.close(branch.request, branch.index, "stop", pooled=pooled)]
 
     def _take_prompt_logprobs(self, request: Request, row: ScheduledRow, positions: tuple[PositionLogprobs, ...]) -> None:
         assert request.prompt_logprobs is not None

@@ -346,6 +346,7 @@ class Scheduler:
             seed=request.seed,
             block_ids=self._manager.block_ids(branch.branch_id),
             adapter=request.source.adapter,
+            pooling=request.source.pooling,
         )
 
     # ------------------------------------------------------------ results

@@ -117,7 +117,7 @@ class Answer(Response, abc.ABC):
             outputs = await self._results()
             for output in outputs:
                 self._count_prompt(output)
-                self._count_finished(output, [len(choice.token_ids) for choice in output.outputs], _reasons(output, self.request_id))
+                self._count_finished(output, [len(choice.token_ids) for choice in output.outputs], ended_by(output, self.request_id))
             entries = sum(sum(map(len, choice.logprobs or ())) for output in outputs for choice in output.outputs)
             large = opened.entries + entries > THREAD_ENTRIES or (self.reads_text and sum(len(c.text) for o in outputs for c in o.outputs) > THREAD_CHARS)
             body = await in_text_thread(functools.partial(self._body, outputs)) if large else self._body(outputs)
@@ -213,7 +213,7 @@ class Answer(Response, abc.ABC):
             last = None
             async with contextlib.aclosing(self._generate(index, stream=False)) as outputs:
                 async for last in outputs:
-                    _reasons(last, self.request_id)
+                    ended_by(last, self.request_id)
             if last is None:
                 raise EngineDead("the engine gave no result")
             self.state.metrics.first_token(last.metrics)
@@ -270,7 +270,7 @@ class Answer(Response, abc.ABC):
             async with contextlib.aclosing(self._generate(0, stream=True) if len(index_of) == 1 else self._merged()) as merged:
                 async for output in merged:
                     index = index_of[output.request_id]
-                    ended = _reasons(output, self.request_id)
+                    ended = ended_by(output, self.request_id)
                     if not seen[index]:
                         seen[index] = True
                         self._count_prompt(output)
@@ -316,7 +316,7 @@ class Answer(Response, abc.ABC):
         self.state.metrics.finished(output, reason, generated, self.params)
 
 
-def _reasons(output: RequestOutput, request_id: str) -> set[str]:
+def ended_by(output: RequestOutput, request_id: str) -> set[str]:
     """Why choices have ended. Raises what went wrong with a request after it was accepted."""
     if output.error is not None:
         raise from_info(output.error, request_id)

@@ -10,21 +10,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from oarlock.backend_api import EventReply, JsonReply, Route, RouteCall, RouteError, RouteFields
-from oarlock.errors import PluginError, RequestError
+from oarlock.backend_api import EventReply, JsonReply, Pooled, PoolOptions, Route, RouteCall, RouteError, RouteFields
+from oarlock.errors import OarlockError, PluginError, RequestError
 from oarlock.server import kinds
 from oarlock.server.answer import DONE, encode, supervise
 from oarlock.server.body import checked_body, reading
 from oarlock.server.errors import ApiError, bad, from_exception
 from oarlock.server.gate import Receive, Scope, Send, response_start
 from oarlock.server.kinds import Kind
+from oarlock.server.pooling import pool
 from oarlock.server.schema import Refused, Table
 from oarlock.server.state import OpenRequest, ServerState
 
@@ -84,6 +85,10 @@ class PluginServer:
         return self._state.engine.device.options
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        return self._state.llm.processor.pooler.labels
+
+    @property
     def post_paths(self) -> frozenset[str]:
         return frozenset(self._routes)
 
@@ -139,6 +144,13 @@ class PluginServer:
                     yield value
         if status >= 400:
             raise _as_route_error(status, msgspec.json.decode(rest)["error"])
+
+    async def pool(self, prompts: Sequence[Any], options: PoolOptions, request_id: str, param: str = "prompt") -> list[Pooled]:
+        try:
+            return await pool(self._state, prompts, options, request_id, param)
+        except (ApiError, OarlockError) as exc:
+            error = from_exception(exc, request_id)
+            raise RouteError(error.status, error.message, error.param, error.code, error.type, error.headers) from None
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

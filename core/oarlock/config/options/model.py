@@ -64,6 +64,10 @@ OPTIONS: tuple[Option, ...] = (
     _option("rope-theta", "float", None, "Replaces the checkpoint's rope_theta.", "model.rope_theta", low=0, low_open=True),
     _option("hf-overrides", "object", {}, "JSON object laid over the checkpoint's config.json.", "model.hf_overrides"),
     _option(
+        "pooler-config", "object", {}, 'How prompts become vectors, where it is not as the checkpoint says: {"pooling_type": "MEAN", "use_activation": true, '
+        '"dimensions": 256}; pooling_type is LAST, MEAN or CLS, and use_activation false leaves embeddings at their length and scores as logits.', "model.pooler_config",
+    ),
+    _option(
         "max-logprobs", "int", 20, "Most logprobs that a request may ask for; -1: no cap.", "model.max_logprobs", low=-1,
     ),
     _option(

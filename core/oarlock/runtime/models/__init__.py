@@ -17,6 +17,7 @@ import torch
 from oarlock.backend_api.runtime import Communicator, Ops
 from oarlock.errors import ConfigError, ModelError, UnsupportedArchitecture
 from oarlock.model_summary import ModelSummary
+from oarlock.pooling_params import Pooler, role_of
 from oarlock.runtime.layers.spec import ModelSpec, WeightSpec
 from oarlock.runtime.models.base import MakeAttention, NativeModel, indivisible_heads
 from oarlock.runtime.quantization.kv_cache import Scales
@@ -63,18 +64,24 @@ def build_model(
         ConfigError: the model cannot be divided over so many ranks.
         UnsupportedArchitecture: neither way serves this architecture.
     """
-    if family is None and summary.architecture not in FAMILIES:
+    name, role = role_of(summary.architecture)
+    if family is None and name not in FAMILIES:
         if quantised:
             raise ModelError(
                 f"{summary.path}: quantised weights, and {summary.architecture} has no native model file: transformers' own code is served with plain weights "
                 "only; take an unquantised checkpoint, without --quantization"
             )
         return _from_transformers(summary, comm, make_attention, block_size, dtype, remote_code, kv_scales)
-    family = family or importlib.import_module(f"oarlock.runtime.models.{FAMILIES[summary.architecture]}")
+    _check_causal(summary)
+    asked = summary.architecture
+    if family is None:
+        family, summary = importlib.import_module(f"oarlock.runtime.models.{FAMILIES[name]}"), replace(summary, architecture=name)
     spec = family.model_spec(summary)
     weights = family.weight_specs(summary, spec)
+    if role != "generate":
+        weights = _without_head(weights, spec, len(Pooler.of(asked, summary.hf_config, summary.path, {}).labels))
     _check_division(spec, weights, comm.size)
-    return NativeModel(spec, ops, comm, make_attention, block_size, dtype, kv_scales), [_divided(weight, comm.size) for weight in weights]
+    return NativeModel(spec, ops, comm, make_attention, block_size, dtype, kv_scales, role), [_divided(weight, comm.size) for weight in weights]
 
 
 def _from_transformers(
@@ -97,6 +104,22 @@ def _nearest(architecture: str) -> list[str]:
     stems = {name.partition("For")[0].removesuffix("LMHeadModel"): name for name in FAMILIES}
     near = difflib.get_close_matches(architecture.partition("For")[0], stems, n=3, cutoff=0.5)
     return [stems[stem] for stem in near] or ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"]
+
+
+def _check_causal(summary: ModelSummary) -> None:
+    """Raises ModelError for weights that were trained to see what comes later in the text."""
+    c = summary.hf_config
+    key = "is_causal" if c.get("is_causal") is False else "use_bidirectional_attention" if c.get("use_bidirectional_attention") else None
+    if key is not None:
+        raise ModelError(f"{summary.path}: config value {key} is {c[key]}: its tokens attend to those that follow them, and the paged attention is causal only")
+
+
+def _without_head(weights: list[WeightSpec], spec: ModelSpec, num_classes: int) -> list[WeightSpec]:
+    """The same, with a classification head or none in place of the language-model head, for which no table is kept, either."""
+    found = [replace(w, kind="other") if w.path == ("embed", "weight") else w for w in weights if w.path[0] != "lm_head"]
+    if num_classes:
+        found.append(WeightSpec(("score", "weight"), ("score.weight",), ((num_classes, spec.hidden_size),), kind="linear"))
+    return found
 
 
 def _check_division(spec: ModelSpec, weights: list[WeightSpec], size: int) -> None:

@@ -35,6 +35,7 @@ class Model(Protocol):
     vocab_size: int
     hidden_size: int
     dtype: torch.dtype
+    role: str  # generate, embed, classify: `pooling_params.role_of`
     joined: bool  # the caches of all layers are one: layer n's block b is block n * num_blocks + b
 
     def tables(self, length: int) -> dict[str, torch.Tensor]:
@@ -47,7 +48,10 @@ class Model(Protocol):
         """Token ids [num_tokens] to hidden [num_tokens, hidden_size]; returns the caches to use from now on."""
 
     def head(self, weights: Tree, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden [num_rows, hidden_size] to logits [num_rows, vocab_size], float32."""
+        """Hidden [num_rows, hidden_size] to logits [num_rows, vocab_size], float32. Not of a model whose `role` is not "generate"."""
+
+    def pool(self, weights: Tree, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden [num_rows, hidden_size] to what vectors are made of, float32: transformers' last_hidden_state, or a classifier's logits."""
 
 
 def heads_per_rank(spec: AttentionSpec, size: int) -> tuple[int, int]:
@@ -68,8 +72,10 @@ class NativeModel:
     """A decoder-only model described by a ModelSpec."""
 
     def __init__(
-        self, spec: ModelSpec, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype, kv_scales: Scales = ()
-    ) -> None:
+        self, spec: ModelSpec, ops: Ops, comm: Communicator, make_attention: MakeAttention, block_size: int, dtype: torch.dtype, kv_scales: Scales = (),
+        role: str = "generate",
+    ) -> None:  # fmt: skip
+        self.role = role
         self.spec, self.ops, self.comm, self.block_size, self.dtype = spec, ops, comm, block_size, dtype
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         # Rounded to the model's dtype first, as families that scale their embedding do.
@@ -115,11 +121,7 @@ class NativeModel:
         return x
 
     def head(self, weights: Tree, hidden: torch.Tensor) -> torch.Tensor:
-        spec = self.spec
-        x = apply_norm(self.ops, spec.norm, hidden, weights["final_norm"]) if spec.final_norm else hidden
-        if "project_out" in weights:
-            x = apply_linear(self.ops, x, weights["project_out"])
-        head = weights["lm_head"]
+        spec, x, head = self.spec, self._last_hidden(weights, hidden), weights["lm_head"]
         # A quantised head's sums stay float32, too: they are those of a float32 linear.
         logits = self.ops.lm_head(x, head["weight"], head.get("bias")) if "weight" in head else apply_linear(self.ops, x.float(), head)
         if self.comm.size > 1 and logits.shape[-1] != spec.vocab_size:
@@ -127,6 +129,15 @@ class NativeModel:
         if spec.logit_softcap is not None:
             logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
         return logits
+
+
+    def pool(self, weights: Tree, hidden: torch.Tensor) -> torch.Tensor:
+        x = self._last_hidden(weights, hidden)
+        return (apply_linear(self.ops, x, weights["score"]) if self.role == "classify" else x).float()
+
+    def _last_hidden(self, weights: Tree, hidden: torch.Tensor) -> torch.Tensor:
+        x = apply_norm(self.ops, self.spec.norm, hidden, weights["final_norm"]) if self.spec.final_norm else hidden
+        return apply_linear(self.ops, x, weights["project_out"]) if "project_out" in weights else x
 
 
 def _params(spec: AttentionSpec, size: int) -> AttentionParams:

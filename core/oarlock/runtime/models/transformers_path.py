@@ -89,7 +89,7 @@ class _Run:
 class TransformersModel:
     """Keeps `models.base.Model`. Weights: {"parameters": tensors by transformers' names, "rope": what its code computes from the config}."""
 
-    joined = False
+    joined, role = False, "generate"
 
     def __init__(
         self,
@@ -140,6 +140,10 @@ class TransformersModel:
         """Hidden [num_rows, hidden_size] to logits [num_rows, vocab_size], float32."""
         out = functional_call(self.head_only, self._named(weights, self._of_head), (), {"inputs_embeds": hidden[None], "use_cache": False})
         return out.logits[0].float()
+
+    def pool(self, weights: Tree, hidden: torch.Tensor) -> torch.Tensor:
+        """The same [num_rows, hidden_size], float32: the final norm is done."""
+        return hidden.float()
 
     def _call_base(self, weights: Tree, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
