@@ -83,6 +83,9 @@ def _sampling(runner: Any, rows: int) -> None:
 def sample_everything(runner: Any, rows: int) -> None:
     """Head, a sampler with all that it can do, log-probabilities: what takes most beside a step, where shapes are exact."""
     hidden = torch.zeros(rows, runner.model.hidden_size, dtype=runner.model.dtype, device=runner.device.torch_device)
+    if runner.model.role != "generate":
+        _run(runner, "pool", {"picks": rows}, {"hidden": hidden})
+        return
     logits = _run(runner, "head", {"rows": rows}, {"hidden": hidden})["logits"]
     width = runner.history_width(runner.limits.max_model_len + 1)
     tokens = _run(runner, "sample", {"rows": rows, "bias": 0, "mask": 1, "history": width}, {"logits": logits})["tokens"]
