@@ -63,6 +63,10 @@ def test_an_unknown_command_suggests_one(argv: list[str], words: list[str], caps
     assert all(word in text for word in words) and text.count("\n") == 1
 
 
+def test_a_command_of_a_plugin_that_is_not_here_names_it() -> None:
+    assert main._unknown("run-batch").endswith("the plugin oarlock-batches brings it, and is not installed (from a checkout: pip install ./plugins/batches)")
+
+
 def test_a_wrong_flag_is_one_line_and_exit_code_2(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["serve", "m", "--max-modl-len", "100"]) == 2
     assert capsys.readouterr().err == "oarlock serve: error: unknown option --max-modl-len; did you mean --max-model-len?\n"

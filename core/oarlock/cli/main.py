@@ -33,6 +33,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "new-backend": ("oarlock.cli.new_backend:main", "write the skeleton of a backend"),
 }
 
+PLUGIN_COMMANDS = {"run-batch": "batches"}  # command -> the plugin of this repository that brings it
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code."""
@@ -107,6 +109,8 @@ def _unknown(name: str) -> str:
     from oarlock.plugins import installed
 
     what, known = "option" if name.startswith("-") else "command", [*available(), *_plugin_commands()]
+    if name in PLUGIN_COMMANDS:
+        return f"unknown command {name}; the plugin oarlock-{PLUGIN_COMMANDS[name]} brings it, and is not installed (from a checkout: pip install ./plugins/{PLUGIN_COMMANDS[name]})"
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(known)}"
     return f"unknown {what} {name}; {hint}{installed().broken_text()}"
