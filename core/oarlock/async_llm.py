@@ -63,6 +63,7 @@ class AsyncLLM:
         request_id: str,
         *,
         priority: int = 0,
+        owner: int = 0,  # requests of different owners share fairly under the fair policy
         cache_salt: str | None = None,
         stream: bool = True,
         add_special_tokens: bool = True,
@@ -86,6 +87,7 @@ class AsyncLLM:
             params,
             request_id,
             priority=priority,
+            owner=owner,
             cache_salt=cache_salt,
             add_special_tokens=add_special_tokens,
             param=param,

@@ -61,10 +61,10 @@ class PromptTooLong(RequestError, ValueError):
 
 
 class QueueFull(RequestError):
-    """The waiting queue is at its limit; the client may retry after `retry_after_s` seconds."""
+    """The waiting queue is at its limit (code queue_full), or the request waited too long in it (queue_timeout); retry after `retry_after_s` seconds."""
 
-    def __init__(self, message: str, retry_after_s: int = 1) -> None:
-        super().__init__(message, code="queue_full")
+    def __init__(self, message: str, retry_after_s: int = 1, code: str = "queue_full") -> None:
+        super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
 
 

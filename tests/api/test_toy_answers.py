@@ -194,7 +194,7 @@ async def test_batches_are_numbered_by_prompt_then_choice() -> None:
 
 
 async def test_the_queue_bound_counts_prompts() -> None:
-    engine = EngineConfig(ModelConfig(MODEL), scheduler=SchedulerConfig(max_waiting_requests=2))
+    engine = EngineConfig(ModelConfig(MODEL), scheduler=SchedulerConfig(max_num_seqs=1, max_waiting_requests=2))
     async with toy_server(lambda r, i: [97], engine=engine, step_s=0.01, max_model_len=100000, max_num_seqs=1) as toy:
         running = asyncio.create_task(toy.completion(prompt=["a", "b"], max_tokens=20))
         while not toy.engine.open:

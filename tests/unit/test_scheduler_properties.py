@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -37,11 +37,14 @@ def setups(draw) -> Setup:
         max_num_seqs=draw(st.sampled_from([1, 2, 4, 8])),
         max_num_batched_tokens=draw(st.sampled_from([1, 3, 7, 16, 64])) if chunked else 64,
         enable_chunked_prefill=chunked,
-        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        policy=draw(st.sampled_from(["fcfs", "priority", "fair"])),
         preemption_mode=draw(st.sampled_from(["auto", "recompute", "swap"] if host else ["auto", "recompute"])),
         max_in_flight=draw(st.sampled_from([1, 2])),
         num_lookahead_slots=draw(st.sampled_from([0, 0, 2, 9])),
         max_waiting_requests=draw(st.sampled_from([2, 100])),
+        max_queued_tokens=draw(st.sampled_from([None, None, 30])),
+        max_queue_s=draw(st.sampled_from([None, None, 3.0])),
+        num_owners=draw(st.sampled_from([1, 3])),
     )
     size = draw(st.sampled_from([1, 4]))
     groups = draw(st.sampled_from([FULL, HYBRID]))
@@ -68,7 +71,8 @@ def requests(draw, name: str) -> EngineRequest:
         params |= {"prompt_logprobs": 0, "max_tokens": draw(st.integers(0, 3)), "min_tokens": 0, "n": draw(st.integers(1, 2))}
     eos = draw(st.sampled_from([(), (0,), (0, 6)]))
     params["ignore_eos"] = draw(st.booleans())
-    return request(name, prompt, eos, draw(st.sampled_from([None, "a"])), draw(st.integers(0, 2)), **params)
+    made = request(name, prompt, eos, draw(st.sampled_from([None, "a"])), draw(st.integers(0, 2)), **params)
+    return replace(made, owner=draw(st.integers(0, 2)))
 
 
 def check_result(drive: Drive, source: EngineRequest) -> None:
@@ -94,18 +98,23 @@ def check_result(drive: Drive, source: EngineRequest) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(setup=setups(), data=st.data())
 def test_any_sequence_of_actions_keeps_invariants_and_tokens(setup: Setup, data: st.DataObject) -> None:
+    now_s = 0.0
     manager = KVCacheManager(setup.groups, setup.num_blocks, setup.block_size, setup.caching, setup.host_blocks)
-    scheduler = Scheduler(setup.config, manager, ShapePolicy(setup.table), MAX_LEN, seed=1, clock=lambda: 0.0)
+    scheduler = Scheduler(setup.config, manager, ShapePolicy(setup.table), MAX_LEN, seed=1, clock=lambda: now_s)
     worker = KVCheckingWorker(setup.groups, setup.num_blocks, setup.block_size, setup.host_blocks, VOCAB, setup.config.max_num_seqs)
     worker.fail_prompts = {9}
     drive = Drive(scheduler, worker, setup.config.max_in_flight)
     sources: list[EngineRequest] = []
     stopped: set[tuple[str, int]] = set()
     for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["add", "add", "launch", "launch", "launch", "land", "land", "abort", "fail", "reset"]))
+        action = data.draw(st.sampled_from(["add", "add", "launch", "launch", "launch", "land", "land", "abort", "fail", "reset", "wait"]))
         if action == "add":
             sources.append(data.draw(requests(f"r{len(sources)}")))
+            sources[-1] = replace(sources[-1], arrival_s=now_s)
             drive.add(sources[-1])
+        elif action == "wait":
+            now_s += 2.0
+            drive.take(scheduler.end_overdue())
         elif action == "launch":
             drive.launch()
         elif action == "land":

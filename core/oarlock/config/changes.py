@@ -25,7 +25,7 @@ from oarlock.plugins import Catalogue, collect_named
 
 log = logging.getLogger("oarlock.plugins")
 # Read before any plugin is asked: the device's choice, the checkpoint's files, and what the front end has acted on.
-SETTLED = ("model.", "device.device", "device.options", "observability.", "scheduler.max_waiting_requests")
+SETTLED = ("model.", "device.device", "device.options", "observability.", "scheduler.max_waiting_requests", "scheduler.max_queue", "scheduler.num_owners")
 
 
 def complete_options(config: EngineConfig, device: str, catalogue: Catalogue) -> EngineConfig:

@@ -80,6 +80,8 @@ def resolve(values: Mapping[str, Any], *, origin: Origin = "cli", host_bytes: in
     typed = tuple(sorted(path for path in by_path if not path.startswith("server.")))
     engine = s.EngineConfig(**{name: built[name] for name in _SECTIONS if name != "server"}, typed=typed)
     warnings += check_relations(engine, built["server"], frozenset(by_path), origin, host_bytes)
+    if engine.scheduler.policy == "fair":
+        engine = dataclasses.replace(engine, scheduler=dataclasses.replace(engine.scheduler, num_owners=_owners(engine.scheduler, built["server"].api_keys, origin)))
     return Resolved(engine, built["server"], tuple(warnings), frozenset(by_path))
 
 
@@ -127,6 +129,11 @@ def check_relations(
     if parallel.executor == "inline" and parallel.tensor_parallel_size > 1:
         raise ConfigError(f"{name('distributed-executor-backend')} inline runs one worker, but {name('tensor-parallel-size')} is "
                           f"{parallel.tensor_parallel_size}; use mp")  # fmt: skip
+    if {"scheduler.max_queued_requests", "scheduler.max_waiting_requests"} <= typed:
+        raise ConfigError("--max-num-queued-reqs and --max-waiting-requests bound the same queue; give one")
+    if scheduler.max_inside < scheduler.max_num_seqs:
+        raise ConfigError(f"--max-num-queued-reqs {scheduler.max_inside} counts those that run, too, but --max-num-seqs is {scheduler.max_num_seqs}; "
+                          f"raise the first, or lower the second", "max-num-queued-reqs")  # fmt: skip
     if scheduler.preemption_mode == "swap" and cache.swap_space_bytes == 0:
         raise ConfigError(f"{name('preemption-mode')} swap needs swap space, but {name('swap-space')} is 0; give it some GiB")
     if cache.kv_scales_path is not None and cache.kv_cache_dtype != "fp8_e4m3":
@@ -160,6 +167,18 @@ def check_relations(
     if cache.swap_space_bytes:
         warnings += _check_swap(cache.swap_space_bytes, parallel.tensor_parallel_size, name("swap-space"), host_bytes)
     return warnings
+
+
+def _owners(scheduler: s.SchedulerConfig, keys: tuple[str, ...], origin: Origin) -> int:
+    """How many API keys share the engine. Raises ConfigError where there is nobody to share it, or no room for each."""
+    count = len(set(keys))
+    policy = f"{spelling('scheduling-policy', origin)} fair"
+    if count < 2:
+        raise ConfigError(f"{policy} shares the engine between API keys, and there {'is one' if count else 'is none'}; give --api-key several times, or take fcfs",
+                          "scheduling-policy")  # fmt: skip
+    if scheduler.max_inside < count:
+        raise ConfigError(f"{policy}: {scheduler.shown_bound} leaves no place for each of {count} API keys; raise it", "scheduling-policy")
+    return count
 
 
 def tokens_per_step(scheduler: s.SchedulerConfig, max_model_len: int) -> int:

@@ -62,12 +62,28 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None  # None: 2048, or what chunking off requires
     enable_chunked_prefill: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Literal["fcfs", "priority", "fair"] = "fcfs"
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     max_in_flight: int = 1
     num_lookahead_slots: int = 0
     delay_factor: float = 0.0
     max_waiting_requests: int = 4096  # beside max_num_seqs: their sum bounds the prompts inside, for engine, server and offline calls
+    max_queued_requests: int | None = None  # bounds them instead, where it is set
+    max_queued_tokens: int | None = None  # prompt tokens of requests without an answer yet; None: no bound of their own
+    max_queue_s: float | None = None  # longest wait for a request's first step; None: as long as it takes
+    num_owners: int = 1  # under the fair policy: API keys, which share the queue in equal parts; set by `resolve`
+
+    @property
+    def max_inside(self) -> int:
+        """Most prompts that run or wait."""
+        return self.max_num_seqs + self.max_waiting_requests if self.max_queued_requests is None else self.max_queued_requests
+
+    @property
+    def shown_bound(self) -> str:
+        """`max_inside`, as errors name it."""
+        if self.max_queued_requests is not None:
+            return f"max_num_queued_reqs {self.max_queued_requests}"
+        return f"max_num_seqs {self.max_num_seqs} + max_waiting_requests {self.max_waiting_requests}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,7 @@ class EngineCore:
         """
         started = time.monotonic()
         outputs, self._ready_outputs = self._ready_outputs, []
+        outputs += self.scheduler.end_overdue()
         outputs += self.scheduler.settle_constraints()
         while len(self._in_flight) < self.max_in_flight:
             out = self.scheduler.schedule()

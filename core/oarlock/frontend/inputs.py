@@ -117,6 +117,7 @@ class InputProcessor:
         request_id: str,
         *,
         priority: int = 0,
+        owner: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
         param: str = "prompt",  # the name that errors give the prompt: "messages" for chat
@@ -159,6 +160,7 @@ class InputProcessor:
             eos_token_ids=eos,
             arrival_s=time.time(),
             priority=priority,
+            owner=owner,
             cache_salt=salt,
             pooling=pooling,
         )

@@ -81,8 +81,8 @@ def exception_for(error: ErrorInfo) -> OarlockError:
         return EngineDead(error.message)
     if error.kind == "step":
         return WorkerError(error.message)
-    if error.code == "queue_full":
-        return QueueFull(error.message)
+    if error.code in ("queue_full", "queue_timeout"):
+        return QueueFull(error.message, code=error.code)
     kind = PromptTooLong if error.code == "context_length_exceeded" else InvalidParameter if error.param else RequestError
     return kind(error.message, param=error.param, code=error.code)
 

@@ -20,7 +20,7 @@ from oarlock.config.sections import SchedulerConfig
 from oarlock.kv.manager import KVCacheManager
 from oarlock.request import Branch, Request, Status
 from oarlock.scheduler.policy import prefers_swap
-from oarlock.scheduler.queues import BranchQueue
+from oarlock.scheduler.queues import BranchQueue, FairQueue
 
 
 class Lifecycle:
@@ -29,7 +29,7 @@ class Lifecycle:
     def __init__(self, config: SchedulerConfig, manager: KVCacheManager) -> None:
         self._config, self._manager = config, manager
         self.branches: dict[int, Branch] = {}
-        self.waiting = BranchQueue()  # a swapped-out unit is represented by its first branch
+        self.waiting = FairQueue() if config.policy == "fair" else BranchQueue()  # a swapped-out unit is represented by its first branch
         self.running = BranchQueue()
         self.preempting: dict[int, Branch] = {}
         self.draining: dict[int, Branch] = {}

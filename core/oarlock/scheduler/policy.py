@@ -52,4 +52,4 @@ class DelayGate:
         self._last_prompt_step_s = step_s
 
     def is_open(self, waited_s: float) -> bool:
-        return waited_s >= self._factor * self._last_prompt_step_s
+        return max(waited_s, 0.0) >= self._factor * self._last_prompt_step_s  # a clock that was set back makes arrivals lie ahead

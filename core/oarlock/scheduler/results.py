@@ -12,6 +12,7 @@ from typing import Any
 from oarlock.kv.manager import KVCacheManager
 from oarlock.messages import EngineOutput, ErrorInfo, FinishReason, ModelRunnerOutput, PositionLogprobs, ScheduledRow
 from oarlock.request import Branch, Request
+from oarlock.scheduler.admission import Admission
 from oarlock.scheduler.beam import BeamSearch, Extension, candidates_of
 from oarlock.scheduler.constraints import Constraints
 from oarlock.scheduler.lifecycle import Lifecycle
@@ -19,15 +20,16 @@ from oarlock.scheduler.stops import why_stop
 
 
 class Results:
-    """Shares the map of open requests with the scheduler and takes a request out when its last index is closed."""
+    """Takes a request out of the open ones when its last index is closed."""
 
-    def __init__(self, life: Lifecycle, manager: KVCacheManager, requests: dict[str, Request], constraints: Constraints) -> None:
-        self._life, self._manager, self._requests, self._constraints = life, manager, requests, constraints
+    def __init__(self, life: Lifecycle, manager: KVCacheManager, admission: Admission, constraints: Constraints) -> None:
+        self._life, self._manager, self._admission, self._constraints = life, manager, admission, constraints
 
     # ------------------------------------------------------------ outputs
     def output(self, request: Request, index: int, **fields: Any) -> EngineOutput:
         """An output with what every output carries; the first of an index also says when it was scheduled."""
         first = index not in request.reported
+        self._admission.answered(request)
         request.reported.add(index)
         prompt_logprobs = None
         if first and index == 0 and request.prompt_logprobs is not None and not request.num_missing_prompt_logprobs:
@@ -45,7 +47,7 @@ class Results:
         """The terminal output of an open index."""
         request.open.remove(index)
         if not request.open:
-            self._requests.pop(request.request_id, None)
+            self._admission.leave(request)
         return self.output(request, index, finish_reason=reason, **fields)
 
     def fail(self, request: Request, error: ErrorInfo) -> list[EngineOutput]:

@@ -32,6 +32,7 @@ from oarlock.messages import (
     SchedulerStats,
 )
 from oarlock.request import Branch, Request, Status
+from oarlock.scheduler.admission import Admission
 from oarlock.scheduler.constraints import Constraints
 from oarlock.scheduler.lifecycle import Lifecycle
 from oarlock.scheduler.limits import Limits
@@ -74,10 +75,11 @@ class Scheduler:
         self._limits = Limits(config, manager, policy, max_model_len, self._budget)
         self._life = Lifecycle(config, manager)
         self._delay = DelayGate(config.delay_factor)
-        self._requests: dict[str, Request] = {}  # those that still owe a terminal output
+        self._admission = Admission(config)
+        self._requests = self._admission.requests
         self._constraints = constraints or Constraints({}, 0)
         self._life.on_release = self._constraints.forget
-        self._results = Results(self._life, manager, self._requests, self._constraints)
+        self._results = Results(self._life, manager, self._admission, self._constraints)
         self._in_flight: dict[int, _Step] = {}
         self._next_step_id = 0
         self._next_request = 0
@@ -97,16 +99,11 @@ class Scheduler:
         self._limits.fit(request)
         if source.request_id in self._requests:
             error: ErrorInfo | None = ErrorInfo(f"request id {source.request_id!r} is already in use; choose another", param="request_id")
-        elif len(self._requests) >= self._config.max_num_seqs + self._config.max_waiting_requests:
-            error = ErrorInfo(
-                f"{len(self._requests)} requests are running or waiting, the limit (max_num_seqs {self._config.max_num_seqs} + "
-                f"max_waiting_requests {self._config.max_waiting_requests}); retry later", code="queue_full",
-            )  # fmt: skip
         else:
-            error = self._limits.refusal(request) or self._constraints.refusal(request)
+            error = self._limits.refusal(request) or self._constraints.refusal(request) or self._admission.refusal(request)
         if error is not None:
             return [self._results.output(request, index, finish_reason="error", error=error) for index in sorted(request.open)]
-        self._requests[source.request_id] = request
+        self._admission.enter(request)
         self._life.enqueue(request)
         for branch in request.branches:
             self._constraints.ask(branch)
@@ -125,6 +122,14 @@ class Scheduler:
             for branch in [b for b in request.branches if b.index == abort.index]:
                 self._life.finish(branch)
         return outputs if abort.reason == "abort" else []
+
+    def end_overdue(self) -> list[EngineOutput]:
+        """End the requests that have waited too long for their first step, each with an error."""
+        outputs: list[EngineOutput] = []
+        for request in self._admission.overdue(self._clock()):
+            text = f"the request waited {self._config.max_queue_s:g} s in the queue, the limit (max_queue_time), and was not begun; retry later"
+            outputs += self._results.fail(request, ErrorInfo(text, code="queue_timeout"))
+        return outputs
 
     @property
     def longest_request(self) -> int:
@@ -282,6 +287,7 @@ class Scheduler:
             self._manager.width(self._limits.with_lookahead(end))
         )
         branch.num_scheduled = end
+        self._life.waiting.charge(branch, size)
         branch.num_pending += emits
         branch.in_flight += 1
 
@@ -412,6 +418,7 @@ class Scheduler:
         """Raises AssertionError. For tests: O(everything)."""
         life = self._life
         self._manager.check_invariants()
+        self._admission.check_invariants()
         assert self._manager.holders() <= set(life.branches), "an ended branch holds blocks"
         assert life.seats_free() >= 0, "more branches run than there are seats"
         for branch in life.branches.values():

@@ -25,7 +25,7 @@ from oarlock.sampling_params import SamplingParams
 from oarlock.server.errors import ApiError, from_exception, from_info
 from oarlock.server.gate import Receive, Scope, Send, response_start, send_error, send_json
 from oarlock.server.params import Options
-from oarlock.server.state import OpenRequest, ServerState
+from oarlock.server.state import OWNER, OpenRequest, ServerState
 
 DONE = b"data: [DONE]\n\n"
 THREAD_CHARS = 20_000  # more text than this in a batch is tokenised, or read by parsers, in a thread, so that streams go on
@@ -183,6 +183,7 @@ class Answer(Response, abc.ABC):
             self.params,
             self._engine_ids[index],
             priority=self.options.priority,
+            owner=OWNER.get(),
             cache_salt=self.options.cache_salt,
             stream=stream,
             add_special_tokens=self.options.add_special_tokens,

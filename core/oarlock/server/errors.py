@@ -23,6 +23,7 @@ from oarlock.errors import (
     UnsupportedByBackend,
     WorkerError,
 )
+from oarlock.frontend.outputs import exception_for
 from oarlock.messages import ErrorInfo
 
 log = logging.getLogger("oarlock.server")
@@ -70,8 +71,8 @@ def model_not_found(name: str, served: tuple[str, ...]) -> ApiError:
     return ApiError(404, f"The model {shown!r} does not exist here; this server has {known}.", INVALID, "model", "model_not_found")
 
 
-def queue_full(message: str, retry_after_s: int) -> ApiError:
-    return ApiError(429, message, "rate_limit_error", None, "queue_full", {"Retry-After": str(max(1, retry_after_s))})
+def queue_full(message: str, retry_after_s: int, code: str = "queue_full") -> ApiError:
+    return ApiError(429, message, "rate_limit_error", None, code, {"Retry-After": str(max(1, retry_after_s))})
 
 
 def from_exception(exc: BaseException, request_id: str = "") -> ApiError:
@@ -80,7 +81,7 @@ def from_exception(exc: BaseException, request_id: str = "") -> ApiError:
         case ApiError():
             return exc
         case QueueFull():
-            return queue_full(str(exc), exc.retry_after_s)
+            return queue_full(str(exc), exc.retry_after_s, exc.code or "queue_full")
         case PromptTooLong():
             return bad(exc.param, str(exc), exc.code or "context_length_exceeded")
         case RequestError():
@@ -103,6 +104,4 @@ def from_exception(exc: BaseException, request_id: str = "") -> ApiError:
 
 def from_info(info: ErrorInfo, request_id: str = "") -> ApiError:
     """An engine-side error that arrived as a record."""
-    if info.kind == "request":
-        return bad(info.param, info.message, info.code or "invalid_value")
-    return from_exception(EngineDead(info.message) if info.kind == "engine" else WorkerError(info.message), request_id)
+    return from_exception(exception_for(info), request_id)

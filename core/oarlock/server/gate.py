@@ -17,7 +17,7 @@ from typing import Any
 
 from oarlock.server.errors import JSON, ApiError, from_exception
 from oarlock.server.kinds import REQUEST_ID
-from oarlock.server.state import ServerState
+from oarlock.server.state import OWNER, ServerState
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -68,13 +68,14 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def accept(self, *sent: bytes) -> bool:
-        """Whether one of what was sent is a key; b"" is none."""
-        found = False
+    def find(self, *sent: bytes) -> int | None:
+        """The number of the key that one of what was sent is; b"" is none."""
+        found = None
         for key in sent:
             digest = hashlib.sha256(key.strip()).digest()
-            for known in self._digests:
-                found |= bool(key) and hmac.compare_digest(digest, known)
+            for number, known in enumerate(self._digests):
+                if hmac.compare_digest(digest, known) and key and found is None:
+                    found = number
         return found
 
 
@@ -146,11 +147,13 @@ class Gate:
         path = route_path(scope)
         if self._keys and path not in OPEN_PATHS:
             sent = _sent_keys(scope, x_api_key=self._state.takes_x_api_key(path), basic=bool(self._state.browser_paths))
-            if not self._keys.accept(*sent):
+            number = self._keys.find(*sent)
+            if number is None:
                 text, ask = "The API key is missing or wrong; send it as Authorization: Bearer KEY.", "Bearer"
                 if path in self._state.browser_paths:
                     text, ask = "This page needs the API key: give it as the password, with any user name.", 'Basic realm="Oarlock", charset="UTF-8"'
                 return ApiError(401, text, code="invalid_api_key", headers={"WWW-Authenticate": ask})
+            OWNER.set(number)
         if path in ANY_PHASE:
             return None
         return self._state.not_serving()

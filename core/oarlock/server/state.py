@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
@@ -23,6 +25,7 @@ from oarlock.server.errors import ApiError, bad, queue_full, unavailable
 from oarlock.server.metrics import ServerMetrics
 from oarlock.server.parsing import Parsers
 
+OWNER: ContextVar[int] = ContextVar("owner", default=0)  # number of the API key of the request that this task, or its parent, works for
 MAX_BODIES = 8  # of the largest size, read at once
 
 
@@ -36,10 +39,11 @@ class Phase(enum.Enum):
 class OpenRequest:
     """One HTTP request that generates. Its work runs in `task`; `end` stops it for a reason that the client is told."""
 
-    __slots__ = ("entries", "error", "request_id", "task")
+    __slots__ = ("entries", "error", "owner", "request_id", "task")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.owner = OWNER.get()
         self.entries = 0  # prompt logprobs that its answer holds
         self.task: asyncio.Task[None] | None = None
         self.error: ApiError | None = None  # None while it runs, and when the client hung up
@@ -94,6 +98,7 @@ class ServerState:
         self.idle = asyncio.Event()
         self.idle.set()
         self.num_prompts = 0  # prompts inside: waiting or running
+        self.prompts_of: Counter[int] = Counter()  # the same, by owner
         self.num_entries = 0  # prompt logprobs that open requests' answers hold
         self.bodies = BodyMemory(MAX_BODIES * server.max_body_bytes)
         self.heard_s = 0.0  # time.monotonic() of the engine's last message, or of the first prompt after a pause
@@ -114,7 +119,7 @@ class ServerState:
         self.llm, self.tokenizer, self.template, self.summary = llm, tokenizer, template, summary
         self.parsers = parsers or Parsers()
         self.defaults = default_sampling_fields(summary, self.engine.model.generation_config)
-        self.max_prompts_inside = self.info.max_num_seqs + self.engine.scheduler.max_waiting_requests
+        self.max_prompts_inside = self.engine.scheduler.max_inside // self.engine.scheduler.num_owners
         self.metrics.attach(self.info, self.engine, lambda: llm.stats)
         self.phase = Phase.SERVING
 
@@ -150,13 +155,14 @@ class ServerState:
 
     # ---------------------------------------------------------------- admission
     def check_room(self, num_prompts: int = 1) -> None:
-        """Raises 429 when waiting and running prompts are at the bound, 400 when so many never fit."""
-        limit = self.max_prompts_inside
+        """Raises 429 when waiting and running prompts are at the bound, of all or of this key, 400 when so many never fit."""
+        limit, shared = self.max_prompts_inside, self.engine.scheduler.num_owners > 1
         if num_prompts > limit:
-            what = "--max-num-seqs + --max-waiting-requests"
+            what = "--max-num-queued-reqs, or --max-num-seqs + --max-waiting-requests" + ", divided by the number of API keys" * shared
             raise bad("prompt", f"The request has {num_prompts} prompts; at most {limit} can be inside ({what}). Send fewer.", "invalid_value")
-        if self.num_prompts + num_prompts > limit:
-            raise queue_full(f"The queue is full ({self.num_prompts} of {limit} prompts inside); try again.", retry_after_s=1)
+        inside = self.prompts_of[OWNER.get()] if shared else self.num_prompts
+        if inside + num_prompts > limit:
+            raise queue_full(f"The queue is full ({inside} of {limit} prompts{' of this API key' * shared} inside); try again.", retry_after_s=1)
 
     def enter(self, opened: OpenRequest, num_prompts: int) -> None:
         self.check_room(num_prompts)
@@ -165,10 +171,12 @@ class ServerState:
         self.open.add(opened)
         self.idle.clear()
         self.num_prompts += num_prompts
+        self.prompts_of[opened.owner] += num_prompts
 
     def leave(self, opened: OpenRequest, num_prompts: int) -> None:
         self.open.discard(opened)
         self.num_prompts -= num_prompts
+        self.prompts_of[opened.owner] -= num_prompts
         self.num_entries -= opened.entries
         if not self.open:
             self.idle.set()

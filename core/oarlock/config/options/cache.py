@@ -61,8 +61,8 @@ OPTIONS: tuple[Option, ...] = (
         "scheduler.enable_chunked_prefill",
     ),
     _scheduler(
-        "scheduling-policy", "str", "fcfs", "fcfs: first come, first served; priority: a request's priority field first.", "scheduler.policy",
-        choices=("fcfs", "priority"),
+        "scheduling-policy", "str", "fcfs", "fcfs: first come, first served; priority: a request's priority field first; "
+        "fair: the API keys in turn, by the tokens that were computed for each.", "scheduler.policy", choices=("fcfs", "priority", "fair"),
     ),
     _scheduler(
         "preemption-mode", "str", None, "What happens to the KV of a preempted request: recompute, or swap to the host. Unset: recompute a single "
@@ -79,5 +79,17 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _scheduler(
         "max-waiting-requests", "int", 4096, "Prompts that may wait beside the --max-num-seqs that may run; one more is answered with 429.", "scheduler.max_waiting_requests", low=1,
+    ),
+    _scheduler(
+        "max-num-queued-reqs", "int", None, "Prompts that may run and wait together; one more is answered with 429. Unset: --max-num-seqs + "
+        "--max-waiting-requests.", "scheduler.max_queued_requests", low=1, offline=False,
+    ),
+    _scheduler(
+        "max-num-queued-tokens", "length", None, "Prompt tokens of requests without an answer yet; a request that brings more is answered with 429, "
+        "unless it is the only one. Unset: no bound.", "scheduler.max_queued_tokens", low=1, offline=False,
+    ),
+    _scheduler(
+        "max-queue-time", "float", None, "Seconds that a request may wait for its first step; then it is answered with 429. Unset: as long as it takes.",
+        "scheduler.max_queue_s", low=0, low_open=True, offline=False,
     ),
 )  # fmt: skip
