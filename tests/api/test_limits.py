@@ -99,7 +99,8 @@ CAPS = (
     Cap("--max-grammar-chars", 30, lambda n: cht(structured_outputs={"choice": ["a" * (n - 4)]}), "structured_outputs"),
     Cap("--batches-max-mib", 1, form, "file", unit=1 << 20),
 )  # fmt: skip
-KEPT = ("--max-waiting-requests", "--batches-max-files")  # tested below: what counts is what came before
+QUEUE = ("--max-num-queued-reqs", "--max-num-queued-tokens", "--max-queue-time")  # in test_queue.py
+KEPT = ("--max-waiting-requests", "--batches-max-files", *QUEUE)  # tested below: what counts is what came before
 LOW = {"--max-body-bytes": "4MiB"}  # one server has all limits at once; this one would hide others
 
 

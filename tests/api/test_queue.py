@@ -20,14 +20,14 @@ KEYS = ("first-key", "second-key")
 
 
 def headers(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class Flood:
     """A request of many prompts, on a thread of its own. Each prompt counts as a request in the queue."""
 
-    def __init__(self, server: RealServer, key: str, prompts: int, **fields: Any) -> None:
-        body = server.cmp_body(model="tiny", ignore_eos=True, **fields) | {"prompt": ["The sea is"] * prompts}
+    def __init__(self, server: RealServer, key: str, prompts: int, prompt: Any = "The sea is", **fields: Any) -> None:
+        body = server.cmp_body(model="tiny", ignore_eos=True, **fields) | {"prompt": [prompt] * prompts}
         self._statuses: list[int] = []
         self._thread = threading.Thread(target=lambda: self._statuses.append(server.http.post(CMP, json=body, headers=headers(key)).status_code))
         self._thread.start()
@@ -68,6 +68,22 @@ def test_a_key_that_fills_its_part_of_the_queue_leaves_the_other_its_own(fair: R
     assert fair.http.post(CMP, json=fair.cmp_body(model="tiny", max_tokens=1), headers=headers(KEYS[1])).status_code == 200
     assert flood.join() == 200
     fair.kv_idle()
+
+
+def test_the_queue_is_bounded_by_requests_and_by_tokens(start_server: Callable[..., RealServer]) -> None:
+    bounds = ("--max-num-seqs", "1", "--max-num-queued-reqs", "5", "--max-num-queued-tokens", "40")
+    server = start_server("--device", "null", "--served-model-name", "tiny", *bounds)
+    flood = Flood(server, "", 3, [5] * 15, max_tokens=1500)
+    wait_until(lambda: waiting(server) == 2, 20)
+    response = server.post(CMP, server.cmp_body(model="tiny", prompt=[5] * 20, max_tokens=1))
+    error = refused(response, None, 429)
+    assert error["code"] == "queue_full" and "max_num_queued_tokens 40" in error["message"] and response.headers["retry-after"]
+    response = server.post(CMP, server.cmp_body(model="tiny", prompt=[[5]] * 3, max_tokens=1))
+    assert "3 of 5 prompts inside" in refused(response, None, 429)["message"]
+    refused(server.post(CMP, server.cmp_body(model="tiny", prompt=[[5]] * 6, max_tokens=1)), "prompt")
+    assert server.post(CMP, server.cmp_body(model="tiny", prompt=[5] * 5, max_tokens=1)).status_code == 200
+    assert flood.join() == 200
+    server.kv_idle()
 
 
 def test_a_request_that_waits_too_long_is_told_so(start_server: Callable[..., RealServer]) -> None:

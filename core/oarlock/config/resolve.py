@@ -131,8 +131,8 @@ def check_relations(
                           f"{parallel.tensor_parallel_size}; use mp")  # fmt: skip
     if {"scheduler.max_queued_requests", "scheduler.max_waiting_requests"} <= typed:
         raise ConfigError("--max-num-queued-reqs and --max-waiting-requests bound the same queue; give one")
-    if scheduler.max_inside < scheduler.max_num_seqs:
-        raise ConfigError(f"--max-num-queued-reqs {scheduler.max_inside} counts those that run, too, but --max-num-seqs is {scheduler.max_num_seqs}; "
+    if scheduler.max_queued_requests is not None and scheduler.max_queued_requests < scheduler.max_num_seqs:
+        raise ConfigError(f"--max-num-queued-reqs {scheduler.max_queued_requests} counts those that run, too, but --max-num-seqs is {scheduler.max_num_seqs}; "
                           f"raise the first, or lower the second", "max-num-queued-reqs")  # fmt: skip
     if scheduler.preemption_mode == "swap" and cache.swap_space_bytes == 0:
         raise ConfigError(f"{name('preemption-mode')} swap needs swap space, but {name('swap-space')} is 0; give it some GiB")

@@ -21,7 +21,7 @@ from oarlock.pooling_params import PoolingParams
 from oarlock.sampling_params import SamplingParams
 from oarlock.server.answer import THREAD_CHARS, ended_by
 from oarlock.server.errors import bad
-from oarlock.server.state import OpenRequest, ServerState
+from oarlock.server.state import OWNER, OpenRequest, ServerState
 
 NO_TOKENS = SamplingParams(max_tokens=0, prompt_logprobs=0)  # what /metrics counts of such a request
 
@@ -35,7 +35,7 @@ async def pool(state: ServerState, prompts: Sequence[Any], options: PoolOptions,
         raise bad("priority", "priority needs a server started with --scheduling-policy priority.", "unsupported_field")
     names = ("task", "pooling", "use_activation", "dimensions", "truncate_prompt_tokens", "truncation_side")
     params = PoolingParams(**{name: getattr(options, name) for name in names})
-    opened, width = OpenRequest(request_id), min(len(prompts), state.info.max_num_seqs)
+    opened, width = OpenRequest(request_id), min(len(prompts), state.info.max_num_seqs, state.max_prompts_inside)
     opened.task = asyncio.current_task()
     state.enter(opened, width)
     try:
@@ -69,7 +69,7 @@ async def _results(
     turns = asyncio.Semaphore(width)
 
     async def one(request: EngineRequest) -> Pooled:
-        more: dict[str, Any] = {"priority": options.priority, "cache_salt": options.cache_salt, "stream": False}
+        more: dict[str, Any] = {"priority": options.priority, "owner": OWNER.get(), "cache_salt": options.cache_salt, "stream": False}
         async with turns, contextlib.aclosing(state.llm.generate(request.prompt_token_ids, params, request.request_id, **more)) as outputs:
             async for output in outputs:
                 ended_by(output, request_id)
