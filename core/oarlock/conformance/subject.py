@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import oarlock.runtime.reference  # noqa: F401  registers core's ops
 from oarlock.backend_api import ConformanceProfile, DeviceSpec
-from oarlock.backend_api.runtime import Attention, AttentionParams, Device, GraphRunner, Ops
+from oarlock.backend_api.runtime import Attention, AttentionParams, Device, EagerRunner, GraphRunner, Ops
 from oarlock.backend_api.runtime.ops import resolve
 from oarlock.conformance.cases import CheckFailed
 from oarlock.conformance.metrics import same_bits
@@ -137,15 +137,19 @@ class Subject:
         self, tag: str, fn: Callable[..., Any], *, weights: Any = None, written: dict[str, Any] | None = None,
         packed: torch.Tensor | None = None, inputs: dict[str, Any] | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-        """Run a pure program through the device's graph runner, compiled once per tag. Returns (new state, outputs)."""
+        """Run a pure program as core would: through the device's graph runner, compiled once per tag; or as it is, where core captures none but
+        a model's decodes. Returns (new state, outputs).
+        """
         if packed is None:
             packed = self.upload(torch.zeros(1, dtype=torch.int32))
         args = (weights if weights is not None else {}, written or {}, {}, packed, inputs or {})
         if tag not in self._programs:
             # Compiling may spoil the state of its example (capture runs it, donation eats it): give it a state of its own.
             scratch = pytree.tree_map_only(torch.Tensor, lambda t: self.upload(self.download(t).clone()), args[1])
+            caps = self.device.capabilities
+            runner = EagerRunner(self.device) if caps.execution == "capture" and caps.dynamic_shapes else self.graph
             with self.session():
-                self._programs[tag] = self.graph.compile(fn, (args[0], scratch, *args[2:]), tag)
+                self._programs[tag] = runner.compile(fn, (args[0], scratch, *args[2:]), tag)
         with self.session():
             new, out = self._programs[tag](*args)
             self.graph.retire(args[1], new)
