@@ -16,7 +16,7 @@ BIN    := $(VENV)/bin
 # Processes that tests run in side by side. A worker of pytest takes about 1 GiB.
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ "$$n" -gt 4 ] && echo 4 || echo "$$n")
 # Cheapest first. Folders that do not exist yet are left out.
-TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/*/tests plugins/*/tests tests/api tests/reliability tests/e2e)
+TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/*/tests plugins/*/tests tests/api tests/reliability tests/e2e tests/gpu)
 
 export VENV PYTHON TORCH
 

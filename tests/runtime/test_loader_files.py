@@ -164,6 +164,10 @@ def test_dummy_weights_are_small_seeded_and_need_no_files(folder: Path) -> None:
     assert torch.equal(same, checkpoint.get_shaped("a", (64, 64), torch.float32))
     assert not torch.equal(same, checkpoint.get_shaped("b", (64, 64), torch.float32))
     assert not torch.equal(same, opened(folder, "dummy", seed=4).get_shaped("a", (64, 64), torch.float32))
+    large = checkpoint.get_shaped("c", (2048, 1500), torch.bfloat16)
+    assert large.float().std() > 4e-4 and not torch.equal(large[0], large[1]) and large[0].unique().numel() > 100
+    rows = large[:, :8].float()
+    assert rows.unique(dim=0).shape[0] == 2048  # what is repeated begins in every row elsewhere
     with pytest.raises(WeightMismatch, match="does not know the shape of a"):
         checkpoint.get("a")
 

@@ -10,6 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +146,18 @@ def put_in_place(root: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[
     return made
 
 
+class _NotedGraph(StandInGraph):
+    """Replays are calls, too."""
+
+    def __init__(self, stub: StubCuda) -> None:
+        super().__init__()
+        self._stub = stub
+
+    def replay(self) -> None:
+        self._stub._note("CUDAGraph.replay")
+        super().replay()
+
+
 class StubCuda:
     """What the backend uses of torch.cuda. `calls` lists (name, arguments, keyword arguments)."""
 
@@ -152,7 +165,7 @@ class StubCuda:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.count, self.total, self.capability, self.used, self.kept, self.peak, self.others = count, total, capability, 0, 0, 0, 0
         self.apart: set[tuple[int, int]] = set()  # GPUs of which the first cannot read the second's memory
-        self.CUDAGraph = StandInGraph
+        self.CUDAGraph = partial(_NotedGraph, self)
 
     def _note(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.calls.append((name, args, kwargs))

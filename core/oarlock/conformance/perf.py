@@ -165,11 +165,11 @@ def _timed(
     packed = subject.upload(torch.zeros(1, dtype=torch.int32)) if packed is None else packed
     state = {"now": written}
     with subject.session():
-        compiled = subject.graph.compile(program, (weights, _copied(written), {}, packed, inputs), tag)
+        compiled = subject.runner.compile(program, (weights, _copied(written), {}, packed, inputs), tag)
 
         def call() -> Any:
             new, out = compiled(weights, state["now"], {}, packed, inputs)
-            subject.graph.retire(state["now"], new)
+            subject.runner.retire(state["now"], new)
             state["now"] = {**state["now"], **new}
             return out
 
@@ -230,7 +230,7 @@ def _launches(subject: Subject) -> Iterator[Figure]:
     yield Figure("launch[one after another]", _timed(subject, program, "perf-launch", {}, {}, one))
     packed = subject.upload(torch.zeros(1, dtype=torch.int32))
     with subject.session():
-        compiled = subject.graph.compile(program, ({}, {}, {}, packed, one), "perf-read")
+        compiled = subject.runner.compile(program, ({}, {}, {}, packed, one), "perf-read")
     yield Figure("launch[and read]", seconds_of(subject, lambda: subject.device.to_host(compiled({}, {}, {}, packed, one)[1]["y"])))
     host = torch.zeros(4096, dtype=torch.int32)
     yield Figure("copy[16 KiB to the device]", seconds_of(subject, lambda: subject.device.to_device(host)))

@@ -133,23 +133,25 @@ class Subject:
         return max([default, *loosened])
 
     # ------------------------------------------------------------ computing
+    @property
+    def runner(self) -> GraphRunner:
+        """What core gives a program to; where it captures none but a model's decodes, that runs it as it is."""
+        caps = self.device.capabilities
+        return EagerRunner(self.device) if caps.execution == "capture" and caps.dynamic_shapes else self.graph
+
     def run(
         self, tag: str, fn: Callable[..., Any], *, weights: Any = None, written: dict[str, Any] | None = None,
         packed: torch.Tensor | None = None, inputs: dict[str, Any] | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-        """Run a pure program as core would: through the device's graph runner, compiled once per tag; or as it is, where core captures none but
-        a model's decodes. Returns (new state, outputs).
-        """
+        """Run a pure program as core would, compiled once per tag. Returns (new state, outputs)."""
         if packed is None:
             packed = self.upload(torch.zeros(1, dtype=torch.int32))
         args = (weights if weights is not None else {}, written or {}, {}, packed, inputs or {})
         if tag not in self._programs:
             # Compiling may spoil the state of its example (capture runs it, donation eats it): give it a state of its own.
             scratch = pytree.tree_map_only(torch.Tensor, lambda t: self.upload(self.download(t).clone()), args[1])
-            caps = self.device.capabilities
-            runner = EagerRunner(self.device) if caps.execution == "capture" and caps.dynamic_shapes else self.graph
             with self.session():
-                self._programs[tag] = runner.compile(fn, (args[0], scratch, *args[2:]), tag)
+                self._programs[tag] = self.runner.compile(fn, (args[0], scratch, *args[2:]), tag)
         with self.session():
             new, out = self._programs[tag](*args)
             self.graph.retire(args[1], new)

@@ -57,6 +57,7 @@ class ModelRunner:
         self._padded = {self.programs["forward"].key(**step_axes(key)) for key in list(policy.keys())}
         max_blocks = max(-(-limits.max_model_len // model.block_size) + 2, *policy.table.blocks, 0)
         self.batch = Batch(limits.max_num_seqs, limits.max_model_len, max_blocks, self.num_groups, model.vocab_size)
+        self._nothing = device.to_device(torch.zeros(0, dtype=torch.int32))  # host inputs of programs without any
         self.state = self._new_state()
         self.host_tier = self._new_host_tier()
 
@@ -102,7 +103,8 @@ class ModelRunner:
         """
         spec = self.programs[name]
         key = spec.key(**axes)
-        packed = self.device.to_device(torch.from_numpy(spec.pack(key, host)))
+        values = spec.pack(key, host)
+        packed = self.device.to_device(torch.from_numpy(values)) if values.size else self._nothing
         names = [n for n in spec.writes if n != "history" or key.history]
         written = {n: self.state[n] for n in names}
         read = {n: self.state[n] for n in spec.reads}

@@ -11,6 +11,7 @@ import abc
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sized
+from math import prod
 from typing import Self, TypeVar
 
 import torch
@@ -69,8 +70,12 @@ class Checkpoint(abc.ABC):
         self.close()
 
 
+DRAWN = 1_000_003  # random numbers of one dummy tensor
+
+
 class DummyCheckpoint(Checkpoint):
-    """Small random numbers of any shape: uniform in ±1e-3, the same for a name and seed on every rank."""
+    """Small random numbers of any shape: uniform in ±1e-3, the same for a name and seed on every rank. Drawing each of billions takes minutes, so
+    a tensor repeats its first million; a prime number of them, so that no two rows are alike."""
 
     is_dummy = True
 
@@ -91,7 +96,13 @@ class DummyCheckpoint(Checkpoint):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (self._seed & 0xFFFFFFFF))
         # Types of less than 16 bits have no random numbers of their own, and integers no range this small.
         drawn = dtype if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16) else torch.float16
-        return torch.empty(shape, dtype=drawn).uniform_(-1e-3, 1e-3, generator=generator).to(dtype)
+        numbers = torch.empty(prod(shape), dtype=drawn)
+        done = numbers[:DRAWN].uniform_(-1e-3, 1e-3, generator=generator).numel()
+        while 0 < done < numbers.numel():
+            more = numbers[done : 2 * done]
+            more.copy_(numbers[: more.numel()])
+            done += more.numel()
+        return numbers.view(shape).to(dtype)
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
