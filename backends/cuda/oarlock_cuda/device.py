@@ -42,6 +42,7 @@ class CudaDevice(Device):
             block_sizes=plugin.BLOCK_SIZES,
             pinned_memory=vendor.TYPE == "cuda",
             collectives=vendor.collectives(),
+            triton=vendor.has_triton(),
         )
 
     def activate(self) -> None:

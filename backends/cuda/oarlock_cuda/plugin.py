@@ -7,6 +7,7 @@ Never: imports torch or a heavy module of this package; brings a kernel.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from oarlock.backend_api import (
@@ -18,6 +19,7 @@ from oarlock.backend_api import (
     GraphRunnerSpec,
     MemoryProfilerSpec,
     ProbeResult,
+    Problem,
     Support,
     hookimpl,
 )
@@ -131,6 +133,16 @@ def adjust_config(config: Any, device: DeviceSpec) -> list[ConfigChange]:
     if path in config.typed or config.scheduler.max_in_flight == 2:
         return []
     return [ConfigChange(path, 2, "a GPU must not wait for Python between two steps")]
+
+
+@hookimpl
+def check_model(model: Any, config: Any, device: DeviceSpec) -> list[Problem]:
+    """Without kernels everything is right, and slow: that must not go unsaid."""
+    missing = [name for name, package in (("oarlock-triton-kernels", "oarlock_triton_kernels"), ("triton", "triton")) if importlib.util.find_spec(package) is None]
+    if not missing:
+        return []
+    remedy = "pip install ./plugins/triton_kernels, in a checkout of Oarlock" if missing[0] != "triton" else "pip install triton, in the version that the installed torch requires"
+    return [Problem("warning", f"{' and '.join(missing)} not installed: attention and ops are plain torch, many times slower", remedy)]
 
 
 @hookimpl

@@ -10,6 +10,7 @@ Run over a stub in tests; never run on hardware.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,13 @@ def built_for() -> list[str]:
 def describe(index: int) -> str:
     found = module().get_device_properties(index)
     return f"{found.name}, {found.total_memory >> 20} MiB, sm_{found.major}{found.minor}, torch {torch.__version__}"
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed with its driver for NVIDIA GPUs."""
+    if TYPE != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return importlib.util.find_spec("triton.backends.nvidia") is not None
 
 
 def collectives() -> tuple[str, ...]:

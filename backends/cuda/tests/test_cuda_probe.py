@@ -232,3 +232,18 @@ def test_two_steps_are_under_way_unless_the_user_says_otherwise():
 
     assert changes(1) == [("scheduler.max_in_flight", 2)]
     assert changes(2) == changes(1, "scheduler.max_in_flight") == []
+
+
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [
+        (("oarlock_triton_kernels", "triton"), ""),
+        (("triton",), "oarlock-triton-kernels not installed"),
+        (("oarlock_triton_kernels",), "triton not installed"),
+        ((), "oarlock-triton-kernels and triton not installed"),
+    ],
+)
+def test_a_start_without_kernels_is_warned_of(monkeypatch, here, words):
+    monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: name if name in here else None)
+    found = plugin.check_model(None, None, plugin.devices()[0])
+    assert [(p.severity, p.text.startswith(words)) for p in found] == ([("warning", True)] if words else [])

@@ -113,6 +113,18 @@ def test_a_gpu_without_kernels_for_it_is_found_before_a_model_is_loaded(stub, mo
         CudaDevice().verify()
 
 
+def test_triton_is_declared_where_its_driver_is_installed(stub, monkeypatch):
+    assert not CudaDevice().capabilities.triton  # host tensors, whatever is installed
+    monkeypatch.setattr(vendor, "TYPE", "cuda")
+    found = {"triton": object(), "triton.backends.nvidia": object()}
+    monkeypatch.setattr(vendor.importlib.util, "find_spec", found.get)
+    assert vendor.has_triton()
+    del found["triton.backends.nvidia"]  # a vendor's own Triton, for another device
+    assert not vendor.has_triton()
+    found.clear()
+    assert not vendor.has_triton()
+
+
 def test_decodes_are_padded_and_all_else_has_its_own_shape(stub):
     device = CudaDevice()
     assert (device.capabilities.execution, device.capabilities.dynamic_shapes) == ("capture", True)
