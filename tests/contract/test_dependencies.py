@@ -15,8 +15,8 @@ from source_code import CORE, ROOT, Import, imports, packages_outside_core, pyth
 DISTRIBUTIONS = {"google": "protobuf", "lmformatenforcer": "lm-format-enforcer", "sentencepiece": "sentencepiece", "yaml": "pyyaml", "zmq": "pyzmq"}
 # torch is the device package's affair (a requirement of ours would bring the wrong build).
 FROM_THE_DEVICE = {"torch"}
-# So is triton, which comes with it; kernels may import it, core never.
-KERNELS_TOO = FROM_THE_DEVICE | {"triton"}
+# So is triton, which comes with it, and flashinfer, which is built for it; kernels may import them, core never.
+KERNELS_TOO = FROM_THE_DEVICE | {"triton", "flashinfer"}
 # Imported only where a user asks for them: a family without a native file, the kit's pytest plugin.
 OPTIONAL = {"pytest", "transformers"}
 

@@ -12,6 +12,7 @@ Never: runs for a step in which nobody asked for a vector; depends on how a prom
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,9 @@ NOT_FINITE = "the model's output for this request holds NaN or infinity, so it h
 
 @dataclass(slots=True)
 class PooledPart:
-    """Output of one pool program: [picks, hidden size or classes] float32, on the device."""
+    """Output of one pool program: [picks, hidden size or classes] float32, being read."""
 
-    tensor: torch.Tensor
+    read: Callable[[], torch.Tensor]
     branches: list[int]  # whose sum each row is; the rest is padding
 
 
@@ -59,14 +60,15 @@ def _part(runner: Any, key: StepKey, reads: list[tuple[int, int]], every: torch.
     index = {"index": [at for _, at in reads] + [0] * pad}
     hidden = runner.run("select", {"tokens": key.tokens, "picks": size}, index, {"all": every})["hidden"]
     targets = {"targets": [target[branch_id] for branch_id, _ in reads] + [-1] * pad}
-    return PooledPart(runner.run("pool", {"picks": size}, targets, {"hidden": hidden})["pooled"], branches)
+    pooled = runner.run("pool", {"picks": size}, targets, {"hidden": hidden})["pooled"]
+    return PooledPart(runner.device.begin_read(pooled), branches)
 
 
 def read_vectors(runner: Any, out: SchedulerOutput, parts: list[PooledPart], failed: dict[int, str]) -> dict[int, bytes]:
     """Wait for the sums, add them to their rows', and give the vectors of prompts that are complete. What is not finite goes into `failed`."""
     rows = runner.batch.rows
     for part in parts:
-        sums = runner.device.to_host(part.tensor).numpy()
+        sums = part.read().numpy()
         for n, branch_id in enumerate(part.branches):
             row = rows.get(branch_id)
             if row is not None:  # else it ended meanwhile

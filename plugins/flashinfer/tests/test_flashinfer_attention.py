@@ -11,7 +11,7 @@ import pytest
 import torch
 from oarlock.backend_api.runtime import AttentionParams
 from oarlock.conformance import kit
-from oarlock.plugins import select_device
+from oarlock.conformance.subject import Subject
 
 import oarlock_flashinfer
 
@@ -69,7 +69,7 @@ def test_it_is_offered_on_nvidia_gpus_alone_and_above_their_own(monkeypatch):
 def test_the_kit_over_the_stand_in(stand_in):
     """On the host's tensors, where the plugin is told that they are a GPU's: its attention outranks the processor's own."""
     served = r"\[bfloat16,\w+,heads=(4/2,dim=(64|128)|16/2,dim=64)(,block=(32|128))?(,window=(1|5|24))?\]"
-    report = kit.run(select_device("cpu"), kit.Choice(kit.parse_levels("3"), pattern=served, full=True))
+    report = kit.run(Subject.named("cpu").selection, kit.Choice(kit.parse_levels("3"), pattern=served, full=True))
     bad = [(r.id, r.detail) for r in report.results if r.status in ("fail", "error")]
     assert not bad and sum(r.status == "pass" for r in report.results) >= 60
     assert min(stand_in.CALLS.count(call) for call in ("decode", "plan", "run")) >= 60
