@@ -101,8 +101,8 @@ async def test_a_field_of_another_route_or_server_says_what_stands_for_it_here(p
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/v1/nothing-like-it", "Routes are /detokenize"),
-        ("/", "Routes are /detokenize"),
+        ("/v1/nothing-like-it", "Routes are /abort_requests"),
+        ("/", "Routes are /abort_requests"),
         ("/chat/completions", "Did you mean POST /v1/chat/completions?"),
         ("/completions", "Did you mean POST /v1/completions?"),
         ("/v1/v1/chat/completions", "Did you mean POST /v1/chat/completions?"),

@@ -92,10 +92,11 @@ async def toy_server(
     scheduler: dict[str, Any] | None = None,
     routes: tuple[Callable[[Any], None], ...] = (),
     api_keys: tuple[str, ...] = (),
+    chat_template: str | None = None,
     **facts: Any,
 ) -> AsyncIterator[Toy]:
     engine = engine or EngineConfig(ModelConfig(MODEL), scheduler=SchedulerConfig(**scheduler or {}), device=DeviceConfig(options=options or {}))
-    server = server or ServerConfig(api_keys=api_keys)
+    server = server or ServerConfig(api_keys=api_keys, chat_template=chat_template)
     tokenizer = tokenizer or ToyTokenizer()
     client = PumpedClient(script or says("hello"), step_s, engine_info=info(**facts))
     state = ServerState(engine, server, server.api_keys)
@@ -111,7 +112,7 @@ async def toy_server(
         receive(outputs)
 
     client.on_outputs = on_outputs
-    state.ready(llm, tokenizer, ChatTemplate(tokenizer.chat_template, tokenizer), summary, load_parsers(server, "toy"))
+    state.ready(llm, tokenizer, ChatTemplate(chat_template or tokenizer.chat_template, tokenizer), summary, load_parsers(server, "toy"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as http:
         yield Toy(state, client, http, app)
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "api"))  # tiny_model
+
 from checkpoints import FAMILIES, Recipe, Tiny
 from oarlock import LLM, PoolingParams, SamplingParams
 from oarlock.errors import InvalidParameter, ModelError
+from tiny_model import make_tokenizer
 
 LIMIT = 1e-4
 DEVICES = ("cpu", "sim-eager", "sim-static")
@@ -161,6 +166,26 @@ def test_classifiers_give_transformers_own_logits(tmp_path: Path, name: str, bas
         for call, wrong in ((lambda: llm.embed(prompts), "classifier"), (lambda: llm.generate(prompt_token_ids=prompts), "no text"), (lambda: llm.score("a", "b"), "3 classes")):
             with pytest.raises(InvalidParameter, match=wrong):
                 call()
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim-static"])
+def test_one_label_is_a_score(tmp_path: Path, device: str) -> None:
+    """Two texts as one prompt, by a template where there is one; probabilities by the sigmoid."""
+    import torch
+
+    tiny = classifier(tmp_path / "one", "Qwen2ForSequenceClassification", "qwen2", 1, vocab_size=448)
+    tokenizer = make_tokenizer()
+    tokenizer.save(str(tiny.path / "tokenizer.json"))
+    (tiny.path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    with engine(tiny, device=device, skip_tokenizer_init=False) as llm:
+        for given, texts in ((None, ["red green", "red blue"]), (template, ["query:red;document: green;", "query:red;document: blue;"])):
+            with torch.no_grad():
+                logits = [float(tiny._reference()(torch.tensor([tokenizer.encode(text).ids])).logits[0, 0]) for text in texts]
+            results = llm.score("red", [" green", " blue"], chat_template=given, use_tqdm=False)
+            assert [r.outputs.score for r in results] == pytest.approx([1 / (1 + np.exp(-x)) for x in logits], abs=LIMIT)
+        with pytest.raises(InvalidParameter, match="2 texts and data_2 3"):
+            llm.score(["a", "b"], ["c", "d", "e"])
 
 
 def test_weights_that_look_ahead_are_refused_by_name(checkpoint: Callable[[str], Tiny]) -> None:

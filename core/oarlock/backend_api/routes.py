@@ -153,6 +153,8 @@ class RouteServer(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def max_prompts(self) -> int: ...  # of one request
+    @property
     def max_body_bytes(self) -> int: ...
     @property
     def allow_unknown_fields(self) -> bool: ...
@@ -165,5 +167,5 @@ class RouteServer(Protocol):
     def add(self, route: Route) -> None: ...
     async def call(self, path: str, body: Mapping[str, Any], request_id: str) -> Any: ...  # what POST path answers; raises RouteError
     def stream(self, path: str, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Any, None]: ...  # its events' JSON values, without [DONE]
-    async def pool(self, prompts: Sequence[Any], options: PoolOptions, request_id: str, param: str = "prompt") -> list[Pooled]: ...  # texts or ids; raises RouteError naming param[n]
+    async def pool(self, prompts: Sequence[Any], options: PoolOptions, request_id: str, param: str = "prompt") -> list[Pooled]: ...  # texts, ids, or (query, document) for a classifier; raises RouteError naming param[n]
     def spawn(self, work: Coroutine[Any, Any, None]) -> None: ...  # goes on without the client; ends with the server

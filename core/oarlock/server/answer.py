@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 import msgspec
 from starlette.responses import Response
 
-from oarlock.errors import EngineDead
+from oarlock.errors import EngineDead, RequestError
 from oarlock.frontend.outputs import RequestOutput
 from oarlock.frontend.text_threads import in_text_thread
+from oarlock.messages import EngineRequest
 from oarlock.sampling_params import SamplingParams
 from oarlock.server.errors import ApiError, from_exception, from_info
 from oarlock.server.gate import Receive, Scope, Send, response_start, send_error, send_json
@@ -169,12 +170,22 @@ class Answer(Response, abc.ABC):
             exc = opened.error
         elif not isinstance(exc, Exception):
             raise exc
-        error = from_exception(exc, self.request_id)
-        if error.param in self._renames:
-            name = self._renames[error.param]
-            error = ApiError(error.status, error.message.replace(error.param, name, 1), error.type, name, error.code, error.headers)
-        self.state.metrics.outcome("error" if error.status >= 500 else "refused", len(self.prompts))
+        error = self._renamed(exc)
+        self.state.metrics.outcome("abort" if error.code == "aborted" else "error" if error.status >= 500 else "refused", len(self.prompts))
         return error
+
+    def _renamed(self, exc: Exception) -> ApiError:
+        """The error, about this route's fields."""
+        error = from_exception(exc, self.request_id)
+        name = self._renames.get(error.param or "")
+        return error if name is None else ApiError(error.status, error.message.replace(error.param or "", name, 1), error.type, name, error.code, error.headers)
+
+    async def rendered(self) -> list[EngineRequest]:
+        """What the engine would be given. Raises ApiError."""
+        try:
+            return await in_text_thread(self._requests) if sum(map(len, self.prompts)) > THREAD_CHARS else self._requests()
+        except RequestError as exc:
+            raise self._renamed(exc) from None
 
     # ---------------------------------------------------------------- the engine
     def _generate(self, index: int, *, stream: bool) -> AsyncGenerator[RequestOutput, None]:
@@ -193,19 +204,16 @@ class Answer(Response, abc.ABC):
     async def _check_batch(self, opened: OpenRequest) -> None:
         """Check and tokenise every prompt of a batch before the first one costs anything. Raises RequestError, or 429 for want of memory."""
         if len(self.prompts) > 1 or self.params.prompt_logprobs is not None:
-            long = sum(map(len, self.prompts)) > THREAD_CHARS
-            self._inputs, entries = await in_text_thread(self._token_ids) if long else self._token_ids()
-            self.state.hold(opened, entries)
+            requests = await self.rendered()
+            self._inputs = [request.prompt_token_ids for request in requests]
+            self.state.hold(opened, self.state.llm.processor.check_together(requests))
 
-    def _token_ids(self) -> tuple[list[Any], int]:
-        """Every prompt's ids, and how many prompt logprobs the answer holds."""
-        processor, options = self.state.llm.processor, self.options
-        requests = [
-            processor.make_request(prompt, self.params, engine_id, add_special_tokens=options.add_special_tokens, param=self.prompt_param)[0]
+    def _requests(self) -> list[EngineRequest]:
+        options, settings = self.options, {"priority": self.options.priority, "cache_salt": self.options.cache_salt}
+        return [
+            self.state.llm.processor.make_request(prompt, self.params, engine_id, add_special_tokens=options.add_special_tokens, param=self.prompt_param, **settings)[0]
             for prompt, engine_id in zip(self.prompts, self._engine_ids, strict=True)
         ]
-        entries = processor.check_together(requests)
-        return [request.prompt_token_ids for request in requests], entries
 
     async def _result(self, index: int) -> RequestOutput:
         engine_id = self._engine_ids[index]

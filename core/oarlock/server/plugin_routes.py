@@ -73,6 +73,10 @@ class PluginServer:
         return self._state.info.vocab_size
 
     @property
+    def max_prompts(self) -> int:
+        return self._state.server.max_prompts
+
+    @property
     def max_body_bytes(self) -> int:
         return self._state.server.max_body_bytes
 
@@ -267,7 +271,7 @@ class _PluginAnswer(Response):
 
     def _refusal(self, error: RouteError) -> ApiError:
         if self._route.generates and not error.counted:
-            self._state.metrics.outcome("error" if error.status >= 500 else "refused")
+            self._state.metrics.outcome("abort" if error.code == "aborted" else "error" if error.status >= 500 else "refused")
         return ApiError(error.status, error.message, error.type, error.param, error.code, error.headers)
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from oarlock.backend_api import Pooled, PoolOptions
 from oarlock.errors import EngineDead
+from oarlock.frontend.pairs import pair_text
 from oarlock.frontend.text_threads import in_text_thread
 from oarlock.messages import EngineRequest
 from oarlock.pooling_params import PoolingParams
@@ -43,7 +44,7 @@ async def pool(state: ServerState, prompts: Sequence[Any], options: PoolOptions,
         return await _results(state, requests, params, options, width, request_id)
     except asyncio.CancelledError:
         if opened.error is None:
-            state.metrics.outcome("abort")
+            state.metrics.outcome("abort")  # what else ends it is counted where it is answered
             raise
         asyncio.current_task().uncancel()  # type: ignore[union-attr]  # ended by the server; there is an error to deliver
         raise opened.error from None
@@ -53,14 +54,15 @@ async def pool(state: ServerState, prompts: Sequence[Any], options: PoolOptions,
 
 async def _requests(state: ServerState, prompts: Sequence[Any], params: PoolingParams, options: PoolOptions, param: str) -> list[EngineRequest]:
     def check() -> list[EngineRequest]:
-        make = state.llm.processor.make_request
+        make, template = state.llm.processor.make_request, state.template if state.server.chat_template else None
         names = [param] if len(prompts) == 1 else [f"{param}[{n}]" for n in range(len(prompts))]
         return [
-            make(prompt, params, uuid.uuid4().hex, cache_salt=options.cache_salt, add_special_tokens=options.add_special_tokens, param=name)[0]
+            make(pair_text(prompt[0], prompt[1], template) if isinstance(prompt, tuple) else prompt, params, uuid.uuid4().hex, cache_salt=options.cache_salt, add_special_tokens=options.add_special_tokens, param=name)[0]
             for prompt, name in zip(prompts, names, strict=True)
         ]
 
-    return await in_text_thread(check) if sum(map(len, prompts)) > THREAD_CHARS else check()
+    length = sum(sum(map(len, prompt)) if isinstance(prompt, tuple) else len(prompt) for prompt in prompts)
+    return await in_text_thread(check) if length > THREAD_CHARS else check()
 
 
 async def _results(

@@ -33,6 +33,7 @@ from oarlock.server.completions import create_completion
 from oarlock.server.conversation import render, template_for
 from oarlock.server.errors import ApiError, bad, model_not_found
 from oarlock.server.gate import Gate, route_path
+from oarlock.server.inside import ABORT, RENDER_CHAT, RENDER_COMPLETION, abort_requests, render_chat, render_completion
 from oarlock.server.kinds import token_ids, wrong
 from oarlock.server.plugin_routes import PluginServer
 from oarlock.server.schema import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Table, json_schema
@@ -56,6 +57,9 @@ def make_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
     _add(app, state, "POST", "/v1/completions", create_completion, COMPLETIONS)
     _add(app, state, "POST", "/v1/chat/completions", create_chat_completion, CHAT)
+    _add(app, state, "POST", "/v1/completions/render", render_completion, RENDER_COMPLETION)
+    _add(app, state, "POST", "/v1/chat/completions/render", render_chat, RENDER_CHAT)
+    _add(app, state, "POST", "/abort_requests", abort_requests, ABORT)
     _add(app, state, "GET", "/v1/models", list_models)
     _add(app, state, "GET", "/v1/models/{name:path}", get_model)
     _add(app, state, "POST", "/tokenize", tokenize, TOKENIZE)

@@ -20,22 +20,23 @@ from oarlock.backend_api import JsonReply, Route, RouteCall, RouteFields, RouteS
 from oarlock_pooling.fields import REFUSED, SHARED, bad, own_id, pool_options, read_texts, show, usage
 
 TOKENIZE = "/tokenize"
-_TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+TEMPLATE_FIELDS: dict[str, Any] = {
+    "add_generation_prompt": "boolean", "continue_final_message": "boolean", "chat_template": "string", "chat_template_kwargs": "object",
+}  # fmt: skip
 _ORDERS = {"native": "<" if sys.byteorder == "little" else ">", "little": "<", "big": ">"}
 _DTYPES = {"float32": "f", "float16": "e"}
 
 EMBEDDINGS = RouteFields(
     {
-        **SHARED, "input": "any", "messages": "any", "encoding_format": "string", "dimensions": "integer", "embed_dtype": "string", "endianness": "string",
-        "normalize": "boolean", "pooling": "string", "add_generation_prompt": "boolean", "continue_final_message": "boolean", "chat_template": "string",
-        "chat_template_kwargs": "object",
+        **SHARED, **TEMPLATE_FIELDS, "input": "any", "messages": "any", "encoding_format": "string", "dimensions": "integer", "embed_dtype": "string",
+        "endianness": "string", "normalize": "boolean", "pooling": "string",
     },
     refused=REFUSED,
 )  # fmt: skip
 
 
 class Embeddings:
-    """The route. Also the engine's own vectors for `scores`."""
+    """The route."""
 
     def __init__(self, server: RouteServer) -> None:
         self._server = server
@@ -51,7 +52,7 @@ class Embeddings:
         activation = {"use_activation": values["normalize"]} if "normalize" in values else {}
         more = {name: values[name] for name in ("dimensions", "pooling") if name in values}
         options = pool_options(values, "embed", **more, **activation)
-        prompts, name = await self._prompts(values, request_id)
+        prompts, name = await read_prompts(self._server, values, request_id)
         vectors = await self._server.pool(prompts, options, request_id, name)
         data = [{"object": "embedding", "index": n, "embedding": write(vector.data)} for n, vector in enumerate(vectors)]
         return JsonReply(
@@ -61,18 +62,19 @@ class Embeddings:
             }
         )  # fmt: skip
 
-    async def _prompts(self, values: Mapping[str, Any], request_id: str) -> tuple[list[Any], str]:
-        """(prompts, the field that they come from): `input` as it is, or `messages` through the chat template."""
-        if ("input" in values) == ("messages" in values):
-            raise bad("input", "Give one of input and messages.", "missing_field" if "input" not in values else "invalid_value")
-        if "input" in values:
-            for name in _TEMPLATE:
-                if name in values:
-                    raise bad(name, f"{name} is only allowed with messages.")
-            return read_texts(values["input"], "input"), "input"
-        body = {name: values[name] for name in ("model", "messages", "add_special_tokens", *_TEMPLATE) if name in values}
-        answer = await self._server.call(TOKENIZE, {"add_generation_prompt": False, **body}, request_id)
-        return [answer["tokens"]], "messages"
+
+async def read_prompts(server: RouteServer, values: Mapping[str, Any], request_id: str) -> tuple[list[Any], str]:
+    """(prompts, the field that they come from): `input` as it is, or `messages` through the chat template. Raises RouteError."""
+    if ("input" in values) == ("messages" in values):
+        raise bad("input", "Give one of input and messages.", "missing_field" if "input" not in values else "invalid_value")
+    if "input" in values:
+        for name in TEMPLATE_FIELDS:
+            if name in values:
+                raise bad(name, f"{name} is only allowed with messages.")
+        return read_texts(values["input"], "input", server.max_prompts), "input"
+    body = {name: values[name] for name in ("model", "messages", "add_special_tokens", *TEMPLATE_FIELDS) if name in values}
+    answer = await server.call(TOKENIZE, {"add_generation_prompt": False, **body}, request_id)
+    return [answer["tokens"]], "messages"
 
 
 def writer(values: Mapping[str, Any]) -> Any:

@@ -22,20 +22,27 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "padding": ("prompts are never padded; leave the field out.", ("do_not_pad",)),
     "mm_processor_kwargs": ("images and audio are not served; leave the field out.", ({},)),
 }
-MAX_REQUEST_ID = 256
+MAX_REQUEST_ID = 128
 
 
-def read_texts(value: Any, name: str) -> list[Any]:
+def check_count(value: list[Any], name: str, limit: int) -> None:
+    """Before a long list is looked into. Raises RouteError 400."""
+    if not value:
+        raise bad(name, f"{name} is an empty array; give at least one text.")
+    if len(value) > limit:
+        raise bad(name, f"{name} has {len(value)} entries; the limit (--max-prompts) is {limit}.")
+
+
+def read_texts(value: Any, name: str, limit: int) -> list[Any]:
     """A text, token ids, or a list of either, as a list. The ids themselves are checked with the prompts. Raises RouteError 400."""
     if type(value) is str:
         value = [value]
     if type(value) is not list:
         raise bad(name, f"{name} must be a string, an array of token ids, or an array of these, not {show(value)}.", "invalid_type")
-    if not value:
-        raise bad(name, f"{name} is an empty array; give at least one text.")
     kinds = {type(item) for item in value}
     if kinds == {int}:
         return [value]
+    check_count(value, name, limit)
     if kinds != {str} and kinds != {list}:
         raise bad(name, f"{name} must be a string, an array of token ids, or an array of either; this array mixes or holds others.", "invalid_type")
     for at, item in enumerate(value):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from real_server import RealServer, openai_client
+from real_server import RealServer, is_bad_request, ok, openai_client
 from tiny_model import make_tiny_model
 
 KEY = "pooling-key"
@@ -83,6 +83,45 @@ def test_chat_and_embeddings_at_once(client: openai.OpenAI, server: RealServer, 
         assert sum(1 for _ in stream) > 50
     want = unit(reference(server.tokenize(model="tiny", prompt=TEXTS[0]))[-1])
     assert np.abs(np.array(answer.data[0].embedding) - want).max() < LIMIT
+
+
+def test_scores_of_an_embedding_model_are_cosines(server: RealServer, reference: Any) -> None:
+    vectors = [unit(reference(server.tokenize(model="tiny", prompt=text))[-1]) for text in TEXTS]
+    answer = ok(server.post("/v1/score", {"model": "tiny", "text_1": TEXTS[0], "text_2": TEXTS}))
+    assert [one["score"] for one in answer["data"]] == pytest.approx([float(vectors[0] @ other) for other in vectors], abs=LIMIT)
+    ranked = ok(server.post("/rerank", {"model": "tiny", "query": TEXTS[1], "documents": TEXTS, "top_n": 1}))
+    assert [one["index"] for one in ranked["results"]] == [1]
+
+
+def test_a_classifier_scores_pairs_as_transformers_does(folder: Path, tmp_path: Path) -> None:
+    """A checkpoint of the same tokenizer with a head of one label."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, num_labels=1, architectures=["LlamaForSequenceClassification"], pad_token_id=0)
+    torch.manual_seed(1)
+    model = transformers.LlamaForSequenceClassification(config).float().eval()
+    torch.nn.init.normal_(model.score.weight, std=0.5)
+    model.save_pretrained(tmp_path / "judge")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "judge" / name).write_bytes((folder / name).read_bytes())
+    flags = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "256", "--served-model-name", "judge", "--kv-cache-memory", "8MiB")
+    with RealServer(tmp_path / "judge", *flags, log=tmp_path / "server.log", defaults=()) as server:
+        ids = [server.tokenize(model="judge", prompt=TEXTS[1] + text) for text in TEXTS]
+        with torch.no_grad():
+            logits = [float(model(torch.tensor([one])).logits[0, 0]) for one in ids]
+        assert max(logits) - min(logits) > 100 * LIMIT
+        for fields, wanted in (({}, [1 / (1 + np.exp(-x)) for x in logits]), ({"use_activation": False}, logits)):
+            answer = ok(server.post("/score", {"model": "judge", "queries": TEXTS[1], "documents": TEXTS, **fields}))
+            assert [one["score"] for one in answer["data"]] == pytest.approx(wanted, abs=LIMIT)
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+        ranked = ok(server.post("/v2/rerank", {"model": "judge", "query": TEXTS[1], "documents": TEXTS}))
+        assert [one["index"] for one in ranked["results"]] == sorted(range(3), key=lambda n: -logits[n])
+        (one,) = ok(server.post("/classify", {"model": "judge", "input": ids[0]}))["data"]
+        assert one["label"] == "LABEL_0" and one["probs"] == pytest.approx([1 / (1 + np.exp(-logits[0]))], abs=LIMIT)
+        for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/embeddings", {"input": "x"})):
+            assert is_bad_request(server.post(path, {"model": "judge", **body}), "model")
+        server.kv_idle()
 
 
 def test_errors_are_openais(client: openai.OpenAI) -> None:
