@@ -12,6 +12,7 @@ from typing import Any
 
 import oarlock_batches.routes
 import oarlock_messages.routes
+import oarlock_pooling.routes
 import oarlock_responses.routes
 import pytest
 from corpus import SAMPLING, SCHEMAS, TOOLS
@@ -56,6 +57,14 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
         "model": MODEL, "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a", "annotations": []}], "id": "i", "status": "s"}], "instructions": "b", "metadata": {"a": "b"},
         "include": ["message.output_text.logprobs"], "text": {"format": {"type": "text"}}, "stream_options": {"include_obfuscation": False}, "stream": True, "previous_response_id": "resp_x",
     }),
+    ("/v1/embeddings", {"model": MODEL, "input": ["a", "b"], "encoding_format": "base64", "dimensions": 4, "pooling": "mean", "normalize": True, "truncate_prompt_tokens": 3, "truncation_side": "left"}),
+    ("/v1/embeddings", {"model": MODEL, "messages": TURNS[:2], "add_generation_prompt": True, "chat_template_kwargs": {"a": 1}}),
+    ("/v1/score", {"model": MODEL, "text_1": ["a"], "text_2": ["b", {"text": "c"}], "max_tokens_per_doc": 2, "max_tokens_per_query": 2}),
+    ("/v2/rerank", {"model": MODEL, "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": True, "priority": 0, "cache_salt": "s"}),
+    ("/classify", {"model": MODEL, "input": [[5, 6], [7]]}),
+    ("/v1/chat/completions/render", {"model": MODEL, "messages": TURNS, "tools": TOOLS, "stop": ["a"]}),
+    ("/v1/completions/render", {"model": MODEL, "prompt": ["a", "b"], "logit_bias": {"5": 1}}),
+    ("/abort_requests", {"request_ids": ["a", "b"]}),
     ("/v1/batches", {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"a": "b"}}),
 )  # fmt: skip
 
@@ -93,7 +102,7 @@ async def post(toy: Toy, path: str, body: Any) -> tuple[int, bytes]:
 
 
 async def test_every_place_of_every_body_takes_or_refuses_every_odd_value() -> None:
-    routes = (oarlock_responses.routes.add, oarlock_messages.routes.add, oarlock_batches.routes.add)
+    routes = (oarlock_responses.routes.add, oarlock_messages.routes.add, oarlock_batches.routes.add, oarlock_pooling.routes.add)
     server = ServerConfig(tool_call_parser="hermes", enable_auto_tool_choice=True)
     async with toy_server(says("hello"), options=OPTIONS, server=server, routes=routes) as toy:
         wrong = []
