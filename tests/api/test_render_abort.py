@@ -83,3 +83,15 @@ async def test_an_abort_of_nothing() -> None:
         for wrong in ([], [1], 5, {}, [""] * 4097):
             refused(await here.http.post("/abort_requests", json={"request_ids": wrong}), "request_ids")
         refused(await here.http.post("/abort_requests", json={}), "request_ids")
+
+
+async def test_a_key_ends_its_own_requests_only() -> None:
+    async with toy_server(says("a" * 50), step_s=0.02, api_keys=("one", "two")) as here:
+        body = {"model": MODEL, "prompt": "hi", "max_tokens": 40, "request_id": "mine"}
+        task = asyncio.create_task(here.http.post(COMPLETION, json=body, headers={"Authorization": "Bearer one"}))
+        while not here.engine.open:
+            await asyncio.sleep(0.001)
+        for key, wanted in (("two", {"aborted": [], "not_found": ["mine"]}), ("one", {"aborted": ["mine"], "not_found": []})):
+            response = await here.http.post("/abort_requests", json={"request_ids": "mine"}, headers={"Authorization": f"Bearer {key}"})
+            assert strict(response.text) == wanted
+        assert (await task).status_code == 409

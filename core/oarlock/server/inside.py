@@ -21,7 +21,7 @@ from oarlock.server.chat import create_chat_completion
 from oarlock.server.completions import create_completion
 from oarlock.server.errors import ApiError, bad
 from oarlock.server.schema import CHAT, COMPLETIONS, Table
-from oarlock.server.state import ServerState
+from oarlock.server.state import OWNER, ServerState
 
 RENDER_CHAT = replace(CHAT, path="/v1/chat/completions/render")
 RENDER_COMPLETION = replace(COMPLETIONS, path="/v1/completions/render")
@@ -51,14 +51,15 @@ async def _rendered(request: Request, state: ServerState, answer: Response) -> l
 
 
 async def abort_requests(request: Request, state: ServerState) -> Response:
-    """End open requests, whoever sent them, by X-Request-Id, `request_id` or the id of an answer. Each client is sent an error, unless all is said."""
+    """End open requests of the same API key by X-Request-Id, `request_id` or the id of an answer. Each client is sent an error, unless all is said."""
     values, headers = await checked_body(request, state, ABORT)
     given = values["request_ids"]
     asked = [given] if type(given) is str else list(given)
     if not asked or len(asked) > MAX_IDS:
         raise bad("request_ids", f"request_ids has {len(asked)} entries; give 1 to {MAX_IDS}.", "invalid_value")
     found = set()
-    for opened in list(state.open):
+    own = OWNER.get()
+    for opened in [one for one in state.open if one.owner == own]:
         names = {name for name in asked if name == opened.request_id or name.endswith(("-" + opened.request_id, "_" + opened.request_id))}
         if names:
             found |= names
