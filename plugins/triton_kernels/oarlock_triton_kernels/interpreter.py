@@ -25,10 +25,10 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def put_right() -> None:
-    """Make tl.dot of bf16 multiply numbers, and narrowing casts round to nearest even.
+    """Make arithmetic of bf16 work on numbers, and narrowing casts round to nearest even.
 
     WORKAROUND(triton 3.7.1 and 3.9.0, remove when its interpreter widens bf16 itself): it keeps bf16 as uint16, and its dot multiplies those
-    patterns; its casts to bf16 cut bits off, and those to 8-bit floats lose a carry into the exponent.
+    patterns, as do its sums and differences; its casts to bf16 cut bits off, and those to 8-bit floats lose a carry into the exponent.
 
     Raises:
         RuntimeError: TRITON_INTERPRET is not 1; kernels would be compiled.
@@ -37,13 +37,20 @@ def put_right() -> None:
         raise RuntimeError("TRITON_INTERPRET must be 1 before a kernel's module is imported")
     if getattr(interpreter.InterpreterBuilder.create_dot, "widens_bf16", False):
         return
-    plain = interpreter.InterpreterBuilder.create_dot
+    plain, plain_binary = interpreter.InterpreterBuilder.create_dot, interpreter.InterpreterBuilder.binary_op
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return plain(self, _wide(a), _wide(b), *rest)
 
+    def binary_op(self: Any, a: Any, b: Any, op: Any) -> Any:
+        if a.dtype.scalar != tl.bfloat16:
+            return plain_binary(self, a, b, op)
+        wide = plain_binary(self, _wide(a), _wide(b), op)  # float32, or bool of a comparison
+        return self.cast_impl(wide, tl.bfloat16) if wide.data.dtype == np.float32 else wide
+
     create_dot.widens_bf16 = True  # type: ignore[attr-defined]
     interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter.InterpreterBuilder.binary_op = binary_op
     interpreter._convert_float = _converted
 
 

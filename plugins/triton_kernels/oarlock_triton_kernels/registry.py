@@ -72,7 +72,11 @@ SAMPLING: tuple[OpImpl, ...] = (  # logits are float32 whatever the model's dtyp
 )
 
 # ---------------------------------------------------------------- linears
-LINEAR: tuple[OpImpl, ...] = ()
+LINEAR: tuple[OpImpl, ...] = (  # a plain one is the library's
+    *(_op(f"linear_{scheme}", "linear_codes:linear", f"codes:pack_{scheme}") for scheme in ("int4", "int8", "fp8")),
+    _op("lm_head", "linear_codes:lm_head", "linear_codes:head"),
+    _op("embedding", "linear_codes:embedding", "linear_codes:table"),
+)
 
 OPS: tuple[OpImpl, ...] = (*ELEMENTWISE, *MOE, *SAMPLING, *LINEAR)
 
@@ -87,6 +91,7 @@ CHAPTERS: tuple[Chapter, ...] = (
         Chapter(f"elementwise:{name}_kernel", f"launches.elementwise:{name}")
         for name in ("rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "activation")
     ),
+    *(Chapter("linear_codes:linear_kernel", f"launches.linear:{name}", has_products=True) for name in ("int4", "int8", "fp8", "heads")),
     *(Chapter(f"sampling:{name}_kernel", "launches.sampling:sample") for name in ("survey", "cut", "draw", "pick")),
     *(Chapter(f"logits:{name}_kernel", "launches.sampling:apply_penalties") for name in ("count", "penalties")),
     Chapter("logits:bias_kernel", "launches.sampling:apply_bias"),

@@ -1,0 +1,76 @@
+"""Launches of the linear kernels at the shapes of real models.
+
+Owns: those launches, a function for each scheme.
+Reads: `linear_codes`, `codes`.
+Never: computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from oarlock_triton_kernels import codes, linear_codes
+from oarlock_triton_kernels.cache import kind_of
+from oarlock_triton_kernels.launches import GEMMA, LLAMA, MODELS, QWEN, Launch, Model, meta
+
+ROWS = (1, 32, 2048)
+
+
+def weight(kind: str, outs: int, width: int, run: int, *outer: int, zeros: bool = False) -> codes.PackedCodes:
+    """A packed weight without memory, of int4, int8 or fp8 as the chip reads it; `outer` experts."""
+    stored = {"int4": torch.int32, "int8": torch.int8, "fp8": torch.uint8}[kind]
+    form = {"int4": codes.INT4, "int8": codes.INT8, "fp8": kind_of(torch.float8_e4m3fn)}[kind]
+    runs = width // run if run else 1
+    return codes.PackedCodes(
+        form, meta(*outer, outs, width // 8 if kind == "int4" else width, dtype=stored), meta(*outer, runs, outs, dtype=torch.float16),
+        meta(*outer, runs, outs, dtype=torch.int16) if zeros else None, None, 8 if kind == "int4" else 0, run, None, width,
+        meta(codes.COUNTERS, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def shapes(model: Model) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of a layer's linears; of a model of experts those of its attention."""
+    found = {"qkv": ((model.heads + 2 * model.kv_heads) * model.head_dim, model.hidden), "o": (model.hidden, model.heads * model.head_dim)}
+    if not model.experts:
+        found |= {"gate_up": (2 * model.intermediate, model.hidden), "down": (model.hidden, model.intermediate)}
+    return found
+
+
+def _multiplied(kind: str, run: int, zeros: bool, rows: int, outs: int, width: int) -> torch.Tensor:
+    return linear_codes.linear(meta(rows, width), weight(kind, outs, width, run, zeros=zeros))
+
+
+def _each(kind: str, run: int, quick: Model, zeros: bool = False) -> Iterator[Launch]:
+    for model in MODELS:
+        for name, (outs, width) in shapes(model).items():
+            for rows in ROWS:
+                call = partial(_multiplied, kind, run, zeros, rows, outs, width)
+                text = f"{kind}, {name}, {rows} rows" + (", zeros" if zeros else "")
+                yield Launch(model.name, text, call, quick=model is quick and name in ("gate_up", "o") and rows != 32)
+
+
+def int4() -> Iterator[Launch]:
+    """Groups of 128, as gptq and awq have them: without zeros, and with."""
+    yield from _each("int4", 128, LLAMA)
+    yield from _each("int4", 128, GEMMA, zeros=True)
+
+
+def int8() -> Iterator[Launch]:
+    """One scale an output."""
+    yield from _each("int8", 0, QWEN)
+
+
+def fp8() -> Iterator[Launch]:
+    """In blocks of 128."""
+    yield from _each("fp8", 128, QWEN)
+
+
+def heads() -> Iterator[Launch]:
+    """The vocabulary's projection, as it is stored."""
+    for model in MODELS:
+        for rows in (1, 64):
+            call = partial(linear_codes.lm_head, meta(rows, model.hidden), meta(model.vocab, model.hidden))
+            yield Launch(model.name, f"head, {rows} rows", call, quick=model is LLAMA)
