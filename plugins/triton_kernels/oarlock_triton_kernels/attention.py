@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from oarlock.backend_api.runtime import Attention, AttentionParams
+from oarlock.backend_api.runtime import Attention, AttentionParams, HeadSteps, Ops
 
 from oarlock_triton_kernels.attention_chunks import attend_chunks
 from oarlock_triton_kernels.attention_decode import DecodePlan, attend_decodes, plan_decodes
 from oarlock_triton_kernels.cache import as_stored, write_kv
+from oarlock_triton_kernels.qkv import write_qkv
 
 
 class Chunks(NamedTuple):
@@ -46,6 +47,13 @@ class TritonAttention(Attention):
     def write_kv(self, cache: tuple[torch.Tensor, ...], key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
         write_kv(cache, key, value, slots)
         return cache
+
+    def write_qkv(
+        self, ops: Ops, qkv: torch.Tensor, cache: tuple[torch.Tensor, ...], slots: torch.Tensor, params: AttentionParams, steps: HeadSteps
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        if steps.table is None:
+            return super().write_qkv(ops, qkv, cache, slots, params, steps)
+        return write_qkv(qkv, cache, slots, params.num_heads, steps), cache
 
     def attend(self, query: torch.Tensor, cache: tuple[torch.Tensor, ...], metadata: DecodePlan | Chunks, params: AttentionParams) -> torch.Tensor:
         features = {"window": params.window, "softcap": params.softcap, "slopes": params.alibi_slopes}

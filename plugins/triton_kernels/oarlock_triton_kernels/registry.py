@@ -82,6 +82,7 @@ OPS: tuple[OpImpl, ...] = (*ELEMENTWISE, *MOE, *SAMPLING, *LINEAR)
 
 CHAPTERS: tuple[Chapter, ...] = (
     Chapter("cache:write_kv_kernel", "launches.attention:write_kv"),
+    Chapter("qkv:qkv_kernel", "launches.attention:write_qkv"),
     Chapter("attention_chunks:attend_chunks_kernel", "launches.attention:chunks", has_products=True),
     Chapter("attention_decode:plan_decodes_kernel", "launches.attention:plan"),
     Chapter("attention_decode:attend_split_kernel", "launches.attention:split", has_products=True),

@@ -9,7 +9,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from oarlock.backend_api.runtime import AttentionParams
+from oarlock.conformance.references import ReferenceAttention
 from oarlock_triton_kernels import cache as stored
+from oarlock_triton_kernels.attention import TritonAttention
 from oarlock_triton_kernels.attention_chunks import attend_chunks
 from oarlock_triton_kernels.attention_decode import LEAST_TILES, PREFIX_KEYS, attend_decodes, num_programs, plan_decodes
 
@@ -99,6 +102,19 @@ def test_alibi_and_sinks_of_chunks(name):
     for row, (at, count) in enumerate(zip(start.tolist(), new, strict=False)):
         check(out[at : at + count], dense(query[at : at + count], given.keys[row], given.values[row], 0.2, **features))
     assert not out[29:].any()
+
+
+def test_core_gives_the_slopes_by_its_parameters():
+    given, query = rows([100, 5]), torch.randn(2, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    params = AttentionParams(HEADS, KV_HEADS, DIM, 0.2, alibi_slopes=FEATURES["alibi"]["slopes"])
+    start = torch.tensor([0, 1, 2], dtype=torch.int32)
+    results = []
+    for kind, cache in ((TritonAttention, given.cache), (ReferenceAttention, tuple(t.transpose(1, 2).contiguous() for t in given.cache))):
+        attention = kind(BLOCK, torch.float32, params)
+        results += [attention.attend(query, cache, attention.metadata(given.tables, given.lens, start, max_q, 2), params) for max_q in (1, 2)]
+    want = torch.stack([dense(query[n : n + 1], given.keys[n], given.values[n], 0.2, slopes=params.alibi_slopes)[0] for n in range(2)])
+    for result in results:
+        check(result, want)
 
 
 # ---------------------------------------------------------------- shared prefixes

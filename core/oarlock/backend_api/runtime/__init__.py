@@ -5,7 +5,7 @@ Reads: `backend_api`.
 Never: imports `oarlock.runtime`.
 """
 
-from oarlock.backend_api.runtime.attention import Attention, AttentionParams
+from oarlock.backend_api.runtime.attention import Attention, AttentionParams, HeadSteps
 from oarlock.backend_api.runtime.capture import CaptureRunner
 from oarlock.backend_api.runtime.communicator import Communicator, DistributedCommunicator, IdentityCommunicator
 from oarlock.backend_api.runtime.device import Device, decode_buckets, few_buckets
@@ -23,6 +23,7 @@ __all__ = [
     "DistributedCommunicator",
     "EagerRunner",
     "GraphRunner",
+    "HeadSteps",
     "IdentityCommunicator",
     "LinearFormat",
     "MemoryProfiler",

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from oarlock.backend_api.runtime.device import CheckedOverrides
+from oarlock.backend_api.runtime.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,21 @@ class AttentionParams:
     scale: float
     window: int | None = None  # token i sees j when i - window < j <= i
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    alibi_slopes: Any = None  # room kept
+    alibi_slopes: torch.Tensor | None = None  # [num_heads] float32, device: scores get slope * (key's position - query's); no model of core's has them
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSteps:
+    """What the heads of a step's new tokens go through before they are kept and attended with, in this order; of one layer."""
+
+    positions: torch.Tensor  # [num_tokens] int32
+    q_norm: torch.Tensor | None = None  # [head_dim]: an rms_norm of each query head, with k_norm for key heads; None: none
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0  # of the norms
+    table: torch.Tensor | None = None  # [max_len, 2, rot / 2] float32, as the op rotary takes it, for queries and keys; None: no rotation
+    interleaved: bool = False
+    k_scale: float = 1.0  # key / k_scale and value / v_scale are kept, for an fp8 cache; AttentionParams.scale has k_scale in it already
+    v_scale: float = 1.0  # the results of `attend` are multiplied by it afterwards
 
 
 class Attention(CheckedOverrides, abc.ABC):
@@ -73,6 +88,32 @@ class Attention(CheckedOverrides, abc.ABC):
             key, value: [num_tokens, num_kv_heads, head_dim]  model dtype
             slots:      [num_tokens]  int32; block id * block_size + offset; padding points into block 0
         """
+
+    def write_qkv(
+        self, ops: Ops, qkv: torch.Tensor, cache: tuple[torch.Tensor, ...], slots: torch.Tensor, params: AttentionParams, steps: HeadSteps
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Take new tokens as a projection leaves them: (queries for `attend`, the cache to use from now on).
+
+        The default is made of ops and `write_kv`. Override it to do in one launch what is several here.
+
+        Shapes:
+            qkv:     [num_tokens, num_heads + 2 * num_kv_heads, head_dim]  model dtype: queries, keys, values
+            slots:   [num_tokens]  int32, as for write_kv
+            queries: [num_tokens, num_heads, head_dim]
+        """
+        q, k, v = qkv.split([params.num_heads, params.num_kv_heads, params.num_kv_heads], 1)
+        if steps.q_norm is not None:
+            q, k = (ops.rms_norm(x, weight, steps.eps) for x, weight in ((q, steps.q_norm), (k, steps.k_norm)))
+            if steps.table is not None:
+                q, k = (ops.rotary(x, steps.positions, steps.table, steps.interleaved) for x in (q, k))
+        elif steps.table is not None:
+            both = ops.rotary(qkv[:, : params.num_heads + params.num_kv_heads], steps.positions, steps.table, steps.interleaved)
+            q, k = both.split([params.num_heads, params.num_kv_heads], 1)
+        if steps.k_scale != 1.0:
+            k = k / steps.k_scale
+        if steps.v_scale != 1.0:
+            v = v / steps.v_scale
+        return q, self.write_kv(cache, k, v, slots)
 
     @abc.abstractmethod
     def attend(self, query: torch.Tensor, cache: tuple[torch.Tensor, ...], metadata: Any, params: AttentionParams) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from oarlock.backend_api.runtime import Attention, AttentionParams, Communicator, Op, Ops, register_op
+from oarlock.backend_api.runtime import Attention, AttentionParams, Communicator, HeadSteps, Op, Ops, register_op
 from oarlock.runtime.layers.spec import LayerSpec, MlpSpec, NormSpec
 
 Tree = dict[str, Any]
@@ -96,16 +96,11 @@ def self_attention(ops: Ops, plan: LayerPlan, w: Tree, h: torch.Tensor, cache: C
     spec, p = plan.spec.attention, plan.params
     num_tokens, heads, kv_heads = h.shape[0], p.num_heads, p.num_kv_heads
     qkv = apply_linear(ops, h, w["qkv"]).view(num_tokens, heads + 2 * kv_heads, p.head_dim)
-    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-    if spec.qk_norm:
-        q, k = (ops.rms_norm(x, w[name]["weight"], plan.spec.norm.eps) for x, name in ((q, "q_norm"), (k, "k_norm")))
-        if spec.rope is not None:
-            table = step.rope[spec.rope]
-            q, k = ops.rotary(q, step.positions, table, spec.rope_interleaved), ops.rotary(k, step.positions, table, spec.rope_interleaved)
-    elif spec.rope is not None:
-        qk = ops.rotary(qkv[:, : heads + kv_heads], step.positions, step.rope[spec.rope], spec.rope_interleaved)
-        q, k = qk[:, :heads], qk[:, heads:]
-    out, cache = attend_and_keep(plan, q, k, v, cache, step)
+    norms = (w["q_norm"]["weight"], w["k_norm"]["weight"]) if spec.qk_norm else (None, None)
+    table = None if spec.rope is None else step.rope[spec.rope]
+    steps = HeadSteps(step.positions, *norms, plan.spec.norm.eps, table, spec.rope_interleaved, plan.k_scale, plan.v_scale)
+    q, cache = plan.attention.write_qkv(ops, qkv, cache, step.slots[plan.group], p, steps)
+    out = _attend(plan, q, cache, step)
     return row_linear(ops, plan.comm, out.reshape(num_tokens, heads * p.head_dim), w["o"]), cache
 
 
@@ -116,9 +111,13 @@ def attend_and_keep(plan: LayerPlan, q: torch.Tensor, k: torch.Tensor, v: torch.
     if plan.v_scale != 1.0:
         v = v / plan.v_scale
     cache = plan.attention.write_kv(cache, k, v, step.slots[plan.group])
+    return _attend(plan, q, cache, step), cache
+
+
+def _attend(plan: LayerPlan, q: torch.Tensor, cache: Cache, step: StepContext) -> torch.Tensor:
     parts = [plan.attention.attend(q[lo:hi], cache, meta, plan.params) for lo, hi, meta in step.regions[plan.group]]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return (out if plan.v_scale == 1.0 else out * plan.v_scale), cache
+    return out if plan.v_scale == 1.0 else out * plan.v_scale
 
 
 def _gate(ops: Ops, mlp: MlpSpec, x: torch.Tensor) -> torch.Tensor:

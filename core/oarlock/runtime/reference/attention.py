@@ -33,6 +33,8 @@ class RegionMetadata:
     index: torch.Tensor  # [num_rows * num_kv_heads * context] int32: rows of the cache seen as [-1, head_dim]
     num_rows: int
     max_q: int
+    keys: torch.Tensor  # [context] or [num_rows, context] int32: positions of the gathered keys
+    queries: torch.Tensor  # [num_rows, max_q, 1] int32: positions
     bias: torch.Tensor  # [num_rows, 1, 1, max_q, context] float32: 0 where a query sees a key, else _MASKED
     real: torch.Tensor  # [num_rows, 1, 1] bool: false for a padded row
     pad: torch.Tensor | None  # [num_rows, max_q] int32: token of each (row, query); None when max_q is 1
@@ -83,7 +85,7 @@ class ReferenceAttention(Attention):
             row = (tokens[:, None] >= end).sum(1).clamp(max=num_rows - 1).to(torch.int32)
             back = row * max_q + (tokens - start[row]).clamp(0, max_q - 1)
         bias = (~seen[:, None, None]).float() * _MASKED
-        return RegionMetadata(index, num_rows, max_q, bias, (seq_lens > 0)[:, None, None], pad, back)
+        return RegionMetadata(index, num_rows, max_q, keys, queries, bias, (seq_lens > 0)[:, None, None], pad, back)
 
     def _gathered(self, blocks: int, max_q: int) -> int:
         """How many blocks of a row can hold a key that its queries see: static, at most the width of the block tables."""
@@ -111,6 +113,10 @@ class ReferenceAttention(Attention):
         scores = torch.bmm(padded * params.scale, key.transpose(1, 2))
         if params.softcap is not None:
             scores = params.softcap * torch.tanh(scores / params.softcap)
+        if params.alibi_slopes is not None:
+            away = (metadata.keys[..., None, :] - metadata.queries)[:, None, None].to(scores.dtype)
+            slopes = params.alibi_slopes.to(scores.dtype).view(kv_heads, group, 1, 1)
+            scores = scores + (slopes * away).reshape(scores.shape)
         # PERF: adding a bias in place takes a quarter of the time of torch.where on a 512 x 512 chunk.
         weights = scores.view(rows, kv_heads, group, metadata.max_q, -1).add_(metadata.bias).softmax(-1)
         out = torch.bmm(weights.view(rows * kv_heads, group * metadata.max_q, -1), value)

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from oarlock.backend_api.runtime import HeadSteps
 
 from oarlock_triton_kernels import attention_chunks, attention_decode, cache
+from oarlock_triton_kernels import qkv as qkv_file
 from oarlock_triton_kernels.launches import GEMMA, LLAMA, MODELS, QWEN, Launch, Model, meta
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 40_000
@@ -41,6 +43,13 @@ def _write(model: Model, tokens: int, kept: torch.dtype) -> None:
     cache.write_kv(_cache(model, kept), key, value, meta(tokens, dtype=torch.int32))
 
 
+def _write_qkv(model: Model, tokens: int, kept: torch.dtype) -> None:
+    qkv, ints = meta(tokens, model.heads + 2 * model.kv_heads, model.head_dim), meta(tokens, dtype=torch.int32)
+    norms = (None, None) if model is LLAMA else (meta(model.head_dim), meta(model.head_dim))
+    table = meta(40_960, 2, model.head_dim // 2, dtype=torch.float32)
+    qkv_file.write_qkv(qkv, _cache(model, kept), ints, model.heads, HeadSteps(ints, *norms, 1e-6, table))
+
+
 def _chunks(model: Model, tokens: int, rows: int, kept: torch.dtype, window: int | None) -> None:
     table, lens = _table(rows, 8192)
     starts = meta(rows + 1, dtype=torch.int32)
@@ -61,6 +70,14 @@ def write_kv() -> Iterator[Launch]:
         yield Launch(model.name, "64 tokens", partial(_write, model, 64, torch.bfloat16), quick=model is LLAMA)
     for name, kept in FP8.items():
         yield Launch(LLAMA.name, f"64 tokens, {name}", partial(_write, LLAMA, 64, kept), quick=kept == torch.float8_e4m3fn)
+
+
+def write_qkv() -> Iterator[Launch]:
+    """One step of decodes, with norms of heads where a model has them; 8-bit floats."""
+    for model in MODELS:
+        yield Launch(model.name, "64 tokens", partial(_write_qkv, model, 64, torch.bfloat16), quick=model is not GEMMA)
+    for name, kept in FP8.items():
+        yield Launch(LLAMA.name, f"64 tokens, {name}", partial(_write_qkv, LLAMA, 64, kept))
 
 
 def chunks() -> Iterator[Launch]:
