@@ -19,6 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before anything imports triton: there is no device for its kernels here, and its own functions are made for one of the two ways.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _ROOT = Path(__file__).parent
 _SECONDS: Counter[str] = Counter()

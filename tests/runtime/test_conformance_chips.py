@@ -7,11 +7,13 @@ Levels 0 and 1 whole; of the others a few cases, for each program is recorded, o
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from oarlock.conformance import kit
+from oarlock.conformance import attention_level, kit, ops_level, subject
+from oarlock.conformance.cases import run_case
 from oarlock.errors import BackendUnavailable, PluginError
 from oarlock.plugins import discover, select_device
 
@@ -58,6 +60,23 @@ def test_cuda(tmp_path, monkeypatch, levels, pattern, least):
 def test_xpu(tmp_path, monkeypatch, levels, pattern, least):
     xpu_stub.put_in_place(tmp_path, monkeypatch)
     assert passed("xpu", levels, pattern) >= least
+
+
+def test_xpu_takes_the_triton_kernels(tmp_path, monkeypatch):
+    """By declaring `triton`, in the interpreter; eager, for the stand-in's graphs record torch's operators only."""
+    pytest.importorskip("triton")
+    importlib.import_module("oarlock_triton_kernels.interpreter").put_right()
+    xpu_stub.put_in_place(tmp_path, monkeypatch, graphs=False)
+    assert not subject.Subject.named("xpu").device.capabilities.triton, "the Triton that is installed here compiles for no Intel GPU"
+    monkeypatch.setattr("oarlock_xpu.vendor.has_triton", lambda: True)
+    found = subject.Subject.named("xpu")
+    served = {op: by for op, by, _ in found.ops("bfloat16").table}
+    assert {op for op, by in served.items() if by == "triton"} >= {"rms_norm", "rotary", "silu_and_mul", "sample"}
+    cases = [*ops_level.cases(), *attention_level.cases(found.dtypes, found.device.capabilities.block_sizes)]
+    chosen = [case for case in cases if re.search(r"^(rms_norm|rotary)\[bfloat16,tokens=(7|1),|^attention\[(bfloat16,mixed|float32,decode),", case.id) and case.quick]
+    results = [run_case(case, found, None) for case in chosen]
+    assert len(results) > 8 and not [(r.id, r.detail) for r in results if r.status != "pass"]
+    assert set(found.attention_served.values()) == {"triton"}
 
 
 @pytest.mark.parametrize(

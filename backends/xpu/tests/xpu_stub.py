@@ -47,9 +47,9 @@ class Machine:
         return folder
 
 
-def put_in_place(root: Path, monkeypatch: pytest.MonkeyPatch) -> StubXpu:
+def put_in_place(root: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool = True) -> StubXpu:
     """A machine with one card, and the device over host tensors: copies count as the card's memory."""
-    made = StubXpu()
+    made = StubXpu(graphs=graphs)
     Machine(root, monkeypatch)()
     monkeypatch.setattr(host, "torch_problem", lambda: "")
     monkeypatch.setattr(vendor, "TYPE", "cpu")
