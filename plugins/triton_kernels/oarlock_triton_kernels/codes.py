@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oarlock_triton_kernels.cache import E4M3, E4M3_BY_BITS, PLAIN, kind_of, widened
+from oarlock_triton_kernels.cache import PLAIN, kind_of, widened
 
 INT4, INT8 = 4, 8  # kinds of codes beside cache's PLAIN, E4M3 and E4M3_BY_BITS
 _PLAIN, _INT4, _INT8 = tl.constexpr(PLAIN), tl.constexpr(INT4), tl.constexpr(INT8)
@@ -35,6 +35,7 @@ _GRANULE = 128  # inputs of int4 that are packed together
 _RUNS = (128, 64, 32)  # lengths of runs that kernels take
 _INT4_ZERO = 8
 COUNTERS = 1024
+_PLAIN_STEP = 64  # inputs of an iteration over numbers
 _ROWS = 4096  # outputs that are packed at a time: it takes 12 bytes an input
 
 
@@ -42,7 +43,7 @@ _ROWS = 4096  # outputs that are packed at a time: it takes 12 bytes an input
 class PackedCodes:
     """A quantised weight as the kernels read it; experts before its other dimensions. Made once at load, in place of core's common form."""
 
-    kind: int  # INT4, INT8, E4M3 or E4M3_BY_BITS
+    kind: int  # INT4, INT8, or cache's E4M3, E4M3_BY_BITS or PLAIN
     codes: torch.Tensor  # [..., N, K / 8] int32 for int4, else [..., N, K] int8 or uint8; K rounded up to whole granules
     scales: torch.Tensor  # [..., G, N] float32, or a 16-bit float that keeps every bit
     zeros: torch.Tensor | None  # [..., G, N] int16, subtracted from codes; None: `zero`
@@ -51,7 +52,7 @@ class PackedCodes:
     run: int  # inputs that share a scale; 0: all
     order: torch.Tensor | None  # [K] int64: which column of x each input is, one past the last for none; None: as they are
     in_size: int  # columns of x
-    counters: torch.Tensor  # [COUNTERS] int32, 0 between launches: how many of the programs that share outputs are done
+    counters: torch.Tensor  # [COUNTERS] int32, 0 between launches: how many of the programs that share outputs are done; empty: they may not share
 
     @property
     def out_size(self) -> int:
@@ -82,6 +83,13 @@ def pack_int8(weight: dict[str, torch.Tensor]) -> PackedCodes:
 def pack_fp8(weight: dict[str, torch.Tensor]) -> PackedCodes:
     """Pack a float8_e4m3fn weight."""
     return _packed(kind_of(torch.float8_e4m3fn), weight["codes"].view(torch.uint8), weight, 0)
+
+
+def plain(weight: torch.Tensor) -> PackedCodes:
+    """A weight of numbers, as one of codes without scales: its last dimension of stride 1."""
+    none = weight.new_empty((*weight.shape[:-2], 0, 0))
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+    return PackedCodes(PLAIN, weight, none, None, None, 0, 0, None, weight.shape[-1], none)
 
 
 def _packed(kind: int, columns: torch.Tensor, weight: dict[str, torch.Tensor], zero: int) -> PackedCodes:
@@ -193,10 +201,14 @@ def tables_of(weight: PackedCodes) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 def form_of(weight: PackedCodes, columns: int) -> dict[str, Any]:
     """What `product` has to know of a weight, for x with so many columns."""
-    step = 128 if weight.kind == INT4 else next(step for step in _RUNS if not weight.width % step and not weight.run % step)
+    if weight.kind == PLAIN:
+        step, is_even = _PLAIN_STEP, columns % _PLAIN_STEP == 0
+    else:
+        step = 128 if weight.kind == INT4 else next(step for step in _RUNS if not weight.width % step and not weight.run % step)
+        is_even = columns == weight.width
     return {
         "KIND": weight.kind, "RUN": weight.run, "ZERO": weight.zero, "HAS_ZEROS": weight.zeros is not None, "HAS_OFFSETS": weight.offsets is not None,
-        "EVEN": columns == weight.width, "STEP": step,
+        "EVEN": is_even, "STEP": step,
     }  # fmt: skip
 
 
@@ -253,7 +265,7 @@ def product(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     BN: tl.constexpr = outs.shape[0]
     BM: tl.constexpr = rows.shape[0]
-    WIDTH: tl.constexpr = RUN if 0 < RUN and RUN < STEP else STEP  # inputs of one product
+    WIDTH: tl.constexpr = STEP if RUN == 0 or RUN > STEP else RUN  # inputs of one product
     LOADED: tl.constexpr = STEP // 8 if KIND == _INT4 else STEP
     lane, place = tl.arange(0, WIDTH), tl.arange(0, LOADED)
     total, seen = tl.zeros([BN, BM], tl.float32), tl.zeros([BM], tl.float32)

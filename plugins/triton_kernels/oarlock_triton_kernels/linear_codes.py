@@ -16,11 +16,32 @@ import triton
 import triton.language as tl
 
 from oarlock_triton_kernels import codes
+from oarlock_triton_kernels.cache import E4M3_BY_BITS
 from oarlock_triton_kernels.chip import chip
 from oarlock_triton_kernels.codes import PackedCodes, product
 
 _MAX_SHARED = 0.9  # of the chip's shared memory, for the tiles in flight
 _MAX_SPLITS = 16
+
+
+@triton.jit
+def joined(total, inside, at, parts_ptr, counters_ptr, size):
+    """(sum of what the programs of one tile have found, where it is to be stored): to the last of them; the others store nothing.
+
+    total: float32, any shape, and inside, at: where it belongs in a result of `size` numbers, fewer than 2^31 over all parts
+    """
+    part, parts = tl.program_id(2), tl.num_programs(2)
+    counter_ptr = counters_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(parts_ptr + part * size + at, total, mask=inside)
+    tl.debug_barrier()  # all of this program's stores come before its count, and its count before its loads
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == parts - 1
+    inside &= is_last
+    if is_last:
+        total = tl.zeros_like(total)
+        for n in range(parts):
+            total += tl.load(parts_ptr + n * size + at, mask=inside, other=0.0, cache_modifier=".cg")
+        tl.store(counter_ptr, 0)
+    return total, inside
 
 
 @triton.jit
@@ -30,20 +51,23 @@ def linear_kernel(
     KIND: tl.constexpr, RUN: tl.constexpr, ZERO: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr, IS_SPLIT: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(M / BM), ceil(N / BN), P).
+    """Grid: (ceil(M / BM), ceil(N / BN), P). x times a weight of codes, in float32 and rounded once.
 
-    x times a weight of codes. The rows' tiles of one tile of the weight run next to each other, so that each code is read from memory once.
-    Where that gives fewer programs than the chip has places, P of them share an output's inputs; the last to finish adds up what all have left,
-    in the order of inputs, so that a run repeats bit for bit.
+    The rows' tiles of one tile of the weight run next to each other, so that each code is read from memory once. Where that gives fewer programs
+    than the chip has places, P of them share an output's inputs; the last to finish adds up what all have left, in the order of inputs, so that a
+    run repeats bit for bit.
 
-    Shapes:
-        out_ptr: [M, N] contiguous, any float
-        parts_ptr: [P, M, N] float32 contiguous, scratch; counters_ptr: [COUNTERS] int32, 0 before and after
-        x_ptr: [M, K] (stride_x, 1); bias_ptr: [N]
-        codes_ptr: [N, .] (stride_cn, 1); scales_ptr, zeros_ptr, offsets_ptr: [G, N] contiguous: see `codes.product`
-    Reference: `linear_int4`, `linear_int8`, `linear_fp8` of core's schemes; `lm_head`
-    Cost: 2 M N K FLOP; N K codes, G N scales and M (N + K) numbers
-    Bound: bandwidth up to some 100 rows, at which an int4 code costs 3 instructions; then the matrix units.
+    out_ptr:   [M, N]  any float, contiguous
+    parts_ptr: [P, M, N]  float32, contiguous, scratch
+    counters_ptr: [COUNTERS]  int32, 0 before and after
+    x_ptr:     [M, K]  strides (stride_x, 1)
+    codes_ptr: [N, K]  strides (stride_cn, 1), of words for int4: see `codes.product`
+    scales_ptr, zeros_ptr, offsets_ptr: [G, N]  contiguous
+    bias_ptr:  [N]
+
+    Reference: `linear_int4`, `linear_int8`, `linear_fp8` of core's schemes, and `lm_head`.
+    Cost: 2 M N K FLOP; N K codes, G N scales and M (N + K) numbers moved.
+    Bound: memory up to some 100 rows, as long as an int4 code costs 3 instructions; then the matrix units.
     """
     outs = tl.program_id(1) * BN + tl.arange(0, BN)
     row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -57,17 +81,7 @@ def linear_kernel(
     at = row.to(tl.int64)[None, :] * out_size + outs[:, None]
     inside = (row < num_rows)[None, :] & (outs < out_size)[:, None]
     if IS_SPLIT:
-        size = num_rows * out_size  # of few tiles: no part is far from another
-        tl.store(parts_ptr + part * size + at, total, mask=inside)
-        tl.debug_barrier()
-        finished = tl.atomic_add(counters_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), 1, sem="acq_rel")
-        is_last = finished == parts - 1
-        inside &= is_last
-        if is_last:
-            total = tl.zeros([BN, BM], tl.float32)
-            for n in range(parts):
-                total += tl.load(parts_ptr + n * size + at, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(counters_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), 0)
+        total, inside = joined(total, inside, at, parts_ptr, counters_ptr, num_rows * out_size)
     if HAS_BIAS:
         total += tl.load(bias_ptr + outs, mask=outs < out_size, other=0.0).to(tl.float32)[:, None]
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -83,28 +97,29 @@ def _multiply(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, d
     if not 0 <= weight.in_size - x.shape[1] <= odd:  # codes were rounded up, so that the kernel cannot tell
         raise RuntimeError(f"x [num_tokens, {x.shape[1]}] does not fit a weight of [{weight.out_size}, {weight.in_size}]")
     x = codes.columns_of(x, weight)
-    return _launched(x, weight.codes, codes.tables_of(weight), weight.counters, bias, dtype, codes.form_of(weight, x.shape[1]))
-
-
-def _launched(
-    x: torch.Tensor, weight: torch.Tensor, tables: tuple[torch.Tensor, ...], counters: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype, form: dict[str, Any]
-) -> torch.Tensor:
-    (rows, in_size), out_size = x.shape, weight.shape[0]
-    out = torch.empty((rows, out_size), dtype=dtype, device=x.device)
+    (rows, in_size), form = x.shape, codes.form_of(weight, x.shape[1])
+    out = torch.empty((rows, weight.out_size), dtype=dtype, device=x.device)
     if not out.numel():
         return out
-    steps = triton.cdiv(in_size, form["STEP"])
-    tile = tile_of(rows, x.element_size(), form)
-    grid = (triton.cdiv(rows, tile["BM"]), triton.cdiv(out_size, tile["BN"]))
-    tiles = grid[0] * grid[1]
-    splits = max(1, min(2 * chip().units // tiles, steps // 2, _MAX_SPLITS)) if counters is not None and tiles <= codes.COUNTERS else 1
-    parts = torch.empty((splits, rows, out_size), dtype=torch.float32, device=x.device) if splits > 1 else out
-    linear_kernel[(*grid, splits)](
-        out, parts, counters, x, weight, *tables, out if bias is None else bias,
-        rows, in_size, out_size, steps, x.stride(0), weight.stride(0),
-        HAS_BIAS=bias is not None, IS_SPLIT=splits > 1, **form, **tile,
+    grid, tile, parts = launch_of(rows, weight, in_size, x.element_size(), form, out)
+    linear_kernel[grid](
+        out, parts, weight.counters, x, weight.codes, *codes.tables_of(weight), out if bias is None else bias,
+        rows, in_size, weight.out_size, triton.cdiv(in_size, form["STEP"]), x.stride(0), weight.codes.stride(0),
+        HAS_BIAS=bias is not None, IS_SPLIT=grid[2] > 1, **form, **tile,
     )  # fmt: skip
     return out
+
+
+def launch_of(
+    rows: int, weight: PackedCodes, in_size: int, item_bytes: int, form: dict[str, Any], out: torch.Tensor
+) -> tuple[tuple[int, int, int], dict[str, int], torch.Tensor]:
+    """(grid, tile, scratch for the parts) of a product of rows of x, `item_bytes` a number: programs share an output's inputs until every unit of the chip has two."""
+    tile = tile_of(rows, item_bytes, form)
+    grid = (triton.cdiv(rows, tile["BM"]), triton.cdiv(weight.out_size, tile["BN"]))
+    tiles, steps = grid[0] * grid[1], triton.cdiv(in_size, form["STEP"])
+    splits = max(1, min(2 * chip().units // tiles, steps // 2, _MAX_SPLITS)) if tiles <= weight.counters.numel() else 1
+    parts = torch.empty((splits, rows, weight.out_size), dtype=torch.float32, device=out.device) if splits > 1 else out
+    return (*grid, splits), tile, parts
 
 
 def tile_of(rows: int, item_bytes: int, form: dict[str, Any]) -> dict[str, int]:
@@ -115,7 +130,8 @@ def tile_of(rows: int, item_bytes: int, form: dict[str, Any]) -> dict[str, int]:
         rows_of = min(most, max(16, triton.next_power_of_2(rows)))
         outs = 128 if rows_of == 128 or form["KIND"] == codes.INT4 else 64
         stages = min(4, limit // int(step * (rows_of * item_bytes + outs * code_bytes)))
-        if stages > 1 and not (rows_of == 128 and 0 < form["RUN"] < step):  # several sums at a time are too many for so many rows
+        # Several sums at a time, or e4m3 that becomes numbers by its bits, take too many registers for so many rows.
+        if stages > 1 and not (rows_of == 128 and (0 < form["RUN"] < step or form["KIND"] == E4M3_BY_BITS)):
             break
     return {"BM": rows_of, "BN": outs, "num_warps": 4 if outs == 64 or rows_of < 64 else 8, "num_stages": stages}
 
@@ -125,12 +141,7 @@ def tile_of(rows: int, item_bytes: int, form: dict[str, Any]) -> dict[str, int]:
 
 def lm_head(x: torch.Tensor, weight: torch.Tensor | PackedCodes, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As the registry's lm_head: the sums of a linear in float32, of a plain weight or one of codes."""
-    if isinstance(weight, PackedCodes):
-        return _multiply(x, weight, bias, torch.float32)
-    x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-    step = 64
-    form = {"KIND": codes.PLAIN, "RUN": 0, "ZERO": 0, "HAS_ZEROS": False, "HAS_OFFSETS": False, "EVEN": x.shape[1] % step == 0, "STEP": step}
-    return _launched(x, weight, (weight,) * 3, None, bias, torch.float32, form)
+    return _multiply(x, weight if isinstance(weight, PackedCodes) else codes.plain(weight), bias, torch.float32)
 
 
 def head(weight: torch.Tensor | PackedCodes) -> Any:

@@ -1,6 +1,6 @@
 """What happens to logits before a token is drawn, and what is reported about them.
 
-Owns: apply_penalties, apply_bias, apply_mask, logprobs.
+Owns: apply_penalties, apply_bias, apply_mask, logprobs; the order of logits of which some are equal.
 Reads: `sampling` (the order of floats).
 Never: writes an argument; lets one row's history touch another row.
 
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oarlock_triton_kernels.sampling import CHUNK, _key
+from oarlock_triton_kernels.sampling import CHUNK, key_of
 
 IN_PROMPT = tl.constexpr(1 << 30)  # the bit of a count that says: the prompt has the token
 MAX_TOP = 32  # tokens reported up to which passes of max are cheaper than a sort
@@ -164,9 +164,9 @@ def apply_mask(logits: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _rank_word(logits, token):
+def rank_word(logits, token):
     """int64 whose order is that of logits, the lowest id first among equals; its low half gives the id back."""
-    return (_key(tl.maximum(logits, _LOWEST)).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+    return (key_of(tl.maximum(logits, _LOWEST)).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def chunk_logprobs_kernel(
 ):  # fmt: skip
     """Grid: (R, C). Of a chunk: its largest logit m, the sum of exp(x - m), how many logits exceed the target's, and its K best.
 
-    maximum_ptr, mass_ptr: [R, C]  float32; greater_ptr: [R, C]  int32; top_ptr: [R, C, K]  int64, see `_rank_word`; contiguous
+    maximum_ptr, mass_ptr: [R, C]  float32; greater_ptr: [R, C]  int32; top_ptr: [R, C, K]  int64, see `rank_word`; contiguous
     logits_ptr:  [R, V]  float32, strides (stride_r, 1)
     targets_ptr: [R]  int32
 
@@ -193,7 +193,7 @@ def chunk_logprobs_kernel(
     tl.store(maximum_ptr + at, maximum)
     tl.store(mass_ptr + at, tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - maximum)), 0))
     tl.store(greater_ptr + at, tl.sum(greater.to(tl.int32), 0))
-    word = tl.where(token < vocab, _rank_word(x, token), -0x8000000000000000)
+    word = tl.where(token < vocab, rank_word(x, token), -0x8000000000000000)
     for n in range(k):
         best = tl.max(word, 0)
         tl.store(top_ptr + at.to(tl.int64) * k + n, best)

@@ -63,7 +63,13 @@ ELEMENTWISE: tuple[OpImpl, ...] = tuple(
 )
 
 # ---------------------------------------------------------------- experts
-MOE: tuple[OpImpl, ...] = ()
+MOE: tuple[OpImpl, ...] = (
+    _op("moe_topk", "moe:moe_topk"),
+    _op("moe_experts", "moe:moe_experts"),
+    _op("moe_experts_int4", "moe:moe_experts_int4", "moe:pack_int4"),
+    _op("moe_experts_int8", "moe:moe_experts_int8", "moe:pack_int8"),
+    _op("moe_experts_fp8", "moe:moe_experts_fp8", "codes:pack_fp8"),
+)
 
 # ---------------------------------------------------------------- logits: sampling, penalties, log-probabilities
 SAMPLING: tuple[OpImpl, ...] = (  # logits are float32 whatever the model's dtype
@@ -74,6 +80,8 @@ SAMPLING: tuple[OpImpl, ...] = (  # logits are float32 whatever the model's dtyp
 # ---------------------------------------------------------------- linears
 LINEAR: tuple[OpImpl, ...] = (  # a plain one is the library's
     *(_op(f"linear_{scheme}", "linear_codes:linear", f"codes:pack_{scheme}") for scheme in ("int4", "int8", "fp8")),
+    _op("linear_w8a8", "linear_w8a8:linear_int8", "linear_w8a8:pack_int8"),
+    _op("linear_w8a8_fp8", "linear_w8a8:linear_fp8", "linear_w8a8:pack_fp8"),
     _op("lm_head", "linear_codes:lm_head", "linear_codes:head"),
     _op("embedding", "linear_codes:embedding", "linear_codes:table"),
 )
@@ -92,7 +100,13 @@ CHAPTERS: tuple[Chapter, ...] = (
         Chapter(f"elementwise:{name}_kernel", f"launches.elementwise:{name}")
         for name in ("rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "activation")
     ),
-    *(Chapter("linear_codes:linear_kernel", f"launches.linear:{name}", has_products=True) for name in ("int4", "int8", "fp8", "heads")),
+    Chapter("moe:topk_kernel", "launches.moe:topk"),
+    *(Chapter(f"moe:{name}_kernel", "launches.moe:experts") for name in ("count_pairs", "place_pairs")),
+    *(Chapter(f"moe:{name}_kernel", "launches.moe:experts", has_products=True) for name in ("gate_up", "down")),
+    Chapter("moe:combine_kernel", "launches.moe:experts"),
+    Chapter("linear_codes:linear_kernel", "launches.linear:weight_only", has_products=True),
+    Chapter("linear_w8a8:round_rows_kernel", "launches.linear:eight_bits"),
+    Chapter("linear_w8a8:linear_8bit_kernel", "launches.linear:eight_bits", has_products=True),
     *(Chapter(f"sampling:{name}_kernel", "launches.sampling:sample") for name in ("survey", "cut", "draw", "pick")),
     *(Chapter(f"logits:{name}_kernel", "launches.sampling:apply_penalties") for name in ("count", "penalties")),
     Chapter("logits:bias_kernel", "launches.sampling:apply_bias"),

@@ -1,6 +1,6 @@
 """Which token comes next: greedy, and a draw from what temperature, min_p, top_k and top_p leave, without sorting the vocabulary.
 
-Owns: greedy, sample.
+Owns: greedy, sample; float32 numbers as integers of the same order.
 Reads: nothing of ours.
 Never: lets a row's choice depend on its row, its neighbours or the number of programs; reads a tensor's values on the host.
 
@@ -47,14 +47,14 @@ def _scaled(logits, inverse):
 
 
 @triton.jit
-def _key(x):
+def key_of(x):
     """int32 in the order of float32 `x`; both zeros are one number."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _value(key):
+def value_of(key):
     """The float32 of a key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -181,7 +181,7 @@ def _bound(maximum_ptr, segments, best, min_p, by_count, target, low, high, SEGM
     """
     maximum, mass = _segments(maximum_ptr, segments, best, SEGMENTS)
     weight = tl.where(by_count, 1.0, tl.where(mass >= min_p, mass, 0.0))
-    key = _key(maximum)
+    key = key_of(maximum)
     while high - low > 1:
         middle = low + (high - low) // 2
         is_enough = tl.sum(tl.where(key >= middle.to(tl.int32), weight, 0.0), 0) >= target
@@ -200,7 +200,7 @@ def _end(logits_ptr, list_ptr, count, vocab, inverse, best, min_p, by_count, tar
             scaled, _ = _candidates(logits_ptr, list_ptr, first, count, vocab, inverse)
             mass = tl.exp(scaled - best)
             weight = tl.where(by_count, 1.0, tl.where(mass >= min_p, mass, 0.0))
-            found += tl.sum(tl.where(_key(scaled) >= middle.to(tl.int32), weight, 0.0), 0)
+            found += tl.sum(tl.where(key_of(scaled) >= middle.to(tl.int32), weight, 0.0), 0)
         low = tl.where(found >= target, middle, low)
         high = tl.where(found >= target, high, middle)
     return low
@@ -212,7 +212,7 @@ def _totals(logits_ptr, list_ptr, count, vocab, inverse, best, min_p, end):
     above, equal, mass_above = 0, 0, 0.0
     for first in range(0, count, PART // SEGMENT):
         scaled, _ = _candidates(logits_ptr, list_ptr, first, count, vocab, inverse)
-        key, mass = _key(scaled), tl.exp(scaled - best)
+        key, mass = key_of(scaled), tl.exp(scaled - best)
         above += tl.sum((key > end).to(tl.int32), 0)
         equal += tl.sum((key == end).to(tl.int32), 0)
         mass_above += tl.sum(tl.where((key > end) & (mass >= min_p), mass, 0.0), 0)
@@ -225,7 +225,7 @@ def _last_of_equals(logits_ptr, list_ptr, count, vocab, inverse, end, kept):
     seen, last = 0, 0
     for first in range(0, count, PART // SEGMENT):
         scaled, token = _candidates(logits_ptr, list_ptr, first, count, vocab, inverse)
-        equal = (_key(scaled) == end).to(tl.int32)
+        equal = (key_of(scaled) == end).to(tl.int32)
         is_last = (equal > 0) & (tl.cumsum(equal, 0) + seen == kept)
         last += tl.sum(tl.where(is_last, token, 0), 0)
         seen += tl.sum(equal, 0)
@@ -272,27 +272,27 @@ def cut_kernel(
                 end, last, whole = tl.load(end_ptr + row), tl.load(last_ptr + row), tl.load(whole_ptr + row)
                 is_active, target, floor = top_p < 1.0, top_p * whole, min_p
             if is_active:
-                low, high = _key(end).to(tl.int64), _key(best).to(tl.int64) + 1
+                low, high = key_of(end).to(tl.int64), key_of(best).to(tl.int64) + 1
                 low = _bound(maximum_ptr, segments, best, floor, BY_COUNT, target, low, high, SEGMENTS)
-                count = _listed(list_ptr, maximum_ptr, segments, best, floor, _value(low.to(tl.int32)), SEGMENTS)
+                count = _listed(list_ptr, maximum_ptr, segments, best, floor, value_of(low.to(tl.int32)), SEGMENTS)
                 low = _end(logits_ptr, list_ptr, count, vocab, inverse, best, floor, BY_COUNT, target, low, high)
                 key = low.to(tl.int32)
                 above, equal, mass_above = _totals(logits_ptr, list_ptr, count, vocab, inverse, best, min_p, key)
-                mass = tl.exp(_value(key) - best)
+                mass = tl.exp(value_of(key) - best)
                 if BY_COUNT:
                     kept = top_k - above
                     whole = mass_above + tl.where(mass >= min_p, mass * kept.to(tl.float32), 0.0)
                 else:  # of equals, those before which less than top_p lies; the first always
                     kept = tl.minimum(tl.maximum(tl.ceil((target - mass_above) / mass), 1.0), vocab * 1.0).to(tl.int32)
                 end_before = end
-                end = _value(key)
+                end = value_of(key)
                 last_of_equals = vocab
                 if kept < equal:
                     last_of_equals = _last_of_equals(logits_ptr, list_ptr, count, vocab, inverse, key, kept)
                 last = tl.where(end == end_before, tl.minimum(last, last_of_equals), last_of_equals)
             elif (min_p > 0.0) & BY_COUNT:
                 count = _listed(list_ptr, maximum_ptr, segments, best, min_p, float("-inf"), SEGMENTS)
-                whole = _totals(logits_ptr, list_ptr, count, vocab, inverse, best, min_p, _key(end))[2]
+                whole = _totals(logits_ptr, list_ptr, count, vocab, inverse, best, min_p, key_of(end))[2]
     tl.store(best_ptr + row, best)
     tl.store(end_ptr + row, end)
     tl.store(last_ptr + row, last)

@@ -1,7 +1,7 @@
 """Launches of the linear kernels at the shapes of real models.
 
-Owns: those launches, a function for each scheme.
-Reads: `linear_codes`, `codes`.
+Owns: those launches.
+Reads: `linear_codes`, `linear_w8a8`, `codes`.
 Never: computes.
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from oarlock_triton_kernels import codes, linear_codes
+from oarlock_triton_kernels import codes, linear_codes, linear_w8a8
 from oarlock_triton_kernels.cache import kind_of
 from oarlock_triton_kernels.launches import GEMMA, LLAMA, MODELS, QWEN, Launch, Model, meta
 
@@ -52,25 +52,28 @@ def _each(kind: str, run: int, quick: Model, zeros: bool = False) -> Iterator[La
                 yield Launch(model.name, text, call, quick=model is quick and name in ("gate_up", "o") and rows != 32)
 
 
-def int4() -> Iterator[Launch]:
-    """Groups of 128, as gptq and awq have them: without zeros, and with."""
+def weight_only() -> Iterator[Launch]:
+    """int4 in groups of 128, as gptq and awq have them, without zeros and with; int8 with a scale an output; fp8 in blocks of 128; heads."""
     yield from _each("int4", 128, LLAMA)
     yield from _each("int4", 128, GEMMA, zeros=True)
-
-
-def int8() -> Iterator[Launch]:
-    """One scale an output."""
     yield from _each("int8", 0, QWEN)
-
-
-def fp8() -> Iterator[Launch]:
-    """In blocks of 128."""
     yield from _each("fp8", 128, QWEN)
-
-
-def heads() -> Iterator[Launch]:
-    """The vocabulary's projection, as it is stored."""
     for model in MODELS:
         for rows in (1, 64):
             call = partial(linear_codes.lm_head, meta(rows, model.hidden), meta(model.vocab, model.hidden))
             yield Launch(model.name, f"head, {rows} rows", call, quick=model is LLAMA)
+
+
+def _both_rounded(kind: str, run: int, rows: int, outs: int, width: int) -> torch.Tensor:
+    multiply = linear_w8a8.linear_int8 if kind == "int8" else linear_w8a8.linear_fp8
+    return multiply(meta(rows, width), linear_w8a8.Packed8(weight(kind, outs, width, run), None))
+
+
+def eight_bits() -> Iterator[Launch]:
+    """int8 with a scale an output, fp8 in blocks of 128 and with a scale an output; the activations' scales are of each token."""
+    for kind, run, scales in (("int8", 0, "outputs"), ("fp8", 128, "blocks"), ("fp8", 0, "outputs")):
+        for model in MODELS:
+            for name, (outs, width) in shapes(model).items():
+                for rows in ROWS:
+                    call = partial(_both_rounded, kind, run, rows, outs, width)
+                    yield Launch(model.name, f"{kind}, scales of {scales}, {name}, {rows} rows", call, quick=model is QWEN and name == "o" and rows != 32)
