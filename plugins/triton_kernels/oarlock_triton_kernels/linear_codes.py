@@ -128,7 +128,7 @@ def tile_of(rows: int, item_bytes: int, form: dict[str, Any]) -> dict[str, int]:
     code_bytes = {codes.INT4: 0.5, codes.PLAIN: item_bytes}.get(form["KIND"], 1.0)
     for most in (128, 64, 32, 16):
         rows_of = min(most, max(16, triton.next_power_of_2(rows)))
-        outs = 128 if rows_of == 128 or form["KIND"] == codes.INT4 else 64
+        outs = 128 if rows_of == 128 or form["KIND"] in (codes.INT4, codes.PLAIN) else 64
         stages = min(4, limit // int(step * (rows_of * item_bytes + outs * code_bytes)))
         # Several sums at a time, or e4m3 that becomes numbers by its bits, take too many registers for so many rows.
         if stages > 1 and not (rows_of == 128 and (0 < form["RUN"] < step or form["KIND"] == E4M3_BY_BITS)):

@@ -303,6 +303,16 @@ def _by_codes(op: str, x: torch.Tensor, w13: Any, w2: Any, *routing: torch.Tenso
     return _experts(x, w13, w2, *routing)
 
 
+def placed(ids: torch.Tensor, valid: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pairs of each tile of `rows` [L, rows] int32, expert of each tile [L] int32) for ids [T, K] int32 and valid [T] bool, both contiguous."""
+    pairs, k = ids.numel(), ids.shape[1]
+    tiles = min(pairs, pairs // rows + experts)
+    counts, places, owners = (torch.empty(shape, dtype=torch.int32, device=ids.device) for shape in ((experts,), (tiles, rows), (tiles,)))
+    count_pairs_kernel[(experts,)](counts, ids, valid, pairs, k)
+    place_pairs_kernel[(experts,)](places, owners, counts, ids, valid, pairs, k, experts, tiles, BM=rows, EXPERTS=triton.next_power_of_2(experts))
+    return places, owners
+
+
 def _experts(x: torch.Tensor, w13: PackedCodes, w2: PackedCodes, weights: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     (tokens, k), experts, size, out_size = ids.shape, w13.codes.shape[0], w13.out_size // 2, w2.out_size
     out, pairs = torch.empty((tokens, out_size), dtype=x.dtype, device=x.device), tokens * k
@@ -313,10 +323,8 @@ def _experts(x: torch.Tensor, w13: PackedCodes, w2: PackedCodes, weights: torch.
     tile, tile2 = (tile_of(triton.cdiv(pairs, experts), x.element_size(), form) for form in (first, second))
     rows = min(tile["BM"], tile2["BM"])
     tile, tile2 = ({**of, "BM": rows} for of in (tile, tile2))
-    tiles = min(pairs, pairs // rows + experts)
-    counts, places, owners = (torch.empty(shape, dtype=torch.int32, device=x.device) for shape in ((experts,), (tiles, rows), (tiles,)))
-    count_pairs_kernel[(experts,)](counts, ids, valid, pairs, k)
-    place_pairs_kernel[(experts,)](places, owners, counts, ids, valid, pairs, k, experts, tiles, BM=rows, EXPERTS=triton.next_power_of_2(experts))
+    places, owners = placed(ids, valid, experts, rows)
+    tiles = len(owners)
     hidden = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
     gate_up_kernel[(tiles, triton.cdiv(size, tile["BN"] // 2))](
         hidden, x, places, owners, w13.codes, *codes.tables_of(w13), pairs, k, x.shape[1], size, triton.cdiv(x.shape[1], first["STEP"]),

@@ -384,19 +384,27 @@ def sample(
     position: torch.Tensor,
 ) -> torch.Tensor:
     """As the registry's."""
+    best, end, last = cut(logits, temperature, top_p, top_k, min_p)
+    return _drawn(logits, (temperature, min_p, best, end, last, seed, choice, position), is_greedy=False)
+
+
+def cut(
+    logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(largest scaled logit, smallest that top_k and top_p keep, last id of those that equal it) of each row; [R] each."""
     rows, vocab = logits.shape
     segments = triton.cdiv(vocab, SEGMENT.value)
     maximum, mass = logits.new_empty((2, rows, segments)).unbind()
     best, end, whole = logits.new_empty((3, rows)).unbind()
     last, listed = (torch.empty(shape, dtype=torch.int32, device=logits.device) for shape in ((rows,), (rows, segments)))
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     if rows:
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
         filters = (logits, temperature, top_p, top_k, min_p, vocab, segments, logits.stride(0))
         survey_kernel[(rows, triton.cdiv(vocab, CHUNK.value))](maximum, mass, *filters, num_warps=_WARPS)
         table = {"SEGMENTS": triton.next_power_of_2(segments), "num_warps": 4 if segments <= 2048 else 8}
         for by_count in (True, False):
             cut_kernel[(rows,)](best, end, last, whole, listed, maximum, mass, *filters, BY_COUNT=by_count, **table)
-    return _drawn(logits, (temperature, min_p, best, end, last, seed, choice, position), is_greedy=False)
+    return best, end, last
 
 
 def _drawn(logits: torch.Tensor, of_rows: tuple[torch.Tensor, ...], *, is_greedy: bool) -> torch.Tensor:
