@@ -174,35 +174,45 @@ def _candidates(logits_ptr, list_ptr, first, count, vocab, inverse):
 
 
 @triton.jit
-def _bound(maximum_ptr, segments, best, min_p, by_count, target, low, high, SEGMENTS: tl.constexpr):
-    """The largest key x from low up such that the segments' best tokens from x up weigh `target`; low where there is none.
+def _weight(mass, min_p, by_count):
+    """What a token weighs: 1 if `by_count`, else its exp(s - best) where min_p keeps it."""
+    return tl.where(by_count, 1.0, tl.where(mass >= min_p, mass, 0.0))
 
-    A token weighs 1 if `by_count`, else exp(s - best) where min_p keeps it.
-    """
-    maximum, mass = _segments(maximum_ptr, segments, best, SEGMENTS)
-    weight = tl.where(by_count, 1.0, tl.where(mass >= min_p, mass, 0.0))
-    key = key_of(maximum)
+
+@triton.jit
+def _reaches(keys, weights, target, low, high):
+    """The largest key x from low up with sum(weights where keys >= x) >= target; low where there is none. high is above every key."""
     while high - low > 1:
         middle = low + (high - low) // 2
-        is_enough = tl.sum(tl.where(key >= middle.to(tl.int32), weight, 0.0), 0) >= target
+        is_enough = tl.sum(tl.where(keys >= middle.to(tl.int32), weights, 0.0), 0) >= target
         low = tl.where(is_enough, middle, low)
         high = tl.where(is_enough, high, middle)
     return low
 
 
 @triton.jit
+def _bound(maximum_ptr, segments, best, min_p, by_count, target, low, high, SEGMENTS: tl.constexpr):
+    """`_reaches` over the best token of each segment."""
+    maximum, mass = _segments(maximum_ptr, segments, best, SEGMENTS)
+    return _reaches(key_of(maximum), _weight(mass, min_p, by_count), target, low, high)
+
+
+@triton.jit
 def _end(logits_ptr, list_ptr, count, vocab, inverse, best, min_p, by_count, target, low, high):
-    """`_bound` over all tokens of the listed segments."""
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        found = 0.0
-        for first in range(0, count, PART // SEGMENT):
-            scaled, _ = _candidates(logits_ptr, list_ptr, first, count, vocab, inverse)
-            mass = tl.exp(scaled - best)
-            weight = tl.where(by_count, 1.0, tl.where(mass >= min_p, mass, 0.0))
-            found += tl.sum(tl.where(key_of(scaled) >= middle.to(tl.int32), weight, 0.0), 0)
-        low = tl.where(found >= target, middle, low)
-        high = tl.where(found >= target, high, middle)
+    """`_reaches` over all tokens of the listed segments, which stay in registers where they are one part."""
+    if count <= PART // SEGMENT:
+        scaled, _ = _candidates(logits_ptr, list_ptr, 0, count, vocab, inverse)
+        low = _reaches(key_of(scaled), _weight(tl.exp(scaled - best), min_p, by_count), target, low, high)
+    else:
+        while high - low > 1:
+            middle = low + (high - low) // 2
+            found = 0.0
+            for first in range(0, count, PART // SEGMENT):
+                scaled, _ = _candidates(logits_ptr, list_ptr, first, count, vocab, inverse)
+                weight = _weight(tl.exp(scaled - best), min_p, by_count)
+                found += tl.sum(tl.where(key_of(scaled) >= middle.to(tl.int32), weight, 0.0), 0)
+            low = tl.where(found >= target, middle, low)
+            high = tl.where(found >= target, high, middle)
     return low
 
 
