@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,3 +121,13 @@ def test_every_pair_has_one_place_in_a_tile_of_its_expert(rows):
         assert (of[tile[tile < pairs].long()] == owner).all()
     needed = sum(-(-int((of[real.long()] == expert).sum()) // rows) for expert in range(len(wanted)))
     assert used.tolist() == [n < needed for n in range(len(owners))]
+
+
+@pytest.mark.full
+def test_codes_become_numbers_in_the_registers_that_they_are_multiplied_from():
+    """At 3.6 TB/s of int4 a unit has about four instructions for each code: more, and a row alone would be bound by them."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, Path(__file__).parent / "code_loop.py", "int4", "int8", "fp8"]
+    costs = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert all(cost["from_registers"] and cost["stores"] <= 1 for cost in costs.values())
+    assert costs["int4"]["instructions"] < 3 and costs["fp8"]["instructions"] < 5 and costs["int8"]["instructions"] < 7
