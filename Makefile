@@ -20,7 +20,7 @@ TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/*/tests pl
 
 export VENV PYTHON TORCH
 
-.PHONY: help install serve test test-full test-tpu test-ui test-clients fuzz bench wheels lint clean
+.PHONY: help install serve test test-full test-tpu test-spirv test-ui test-clients fuzz bench wheels lint clean
 
 help:
 	@echo "make install     make $(VENV) with everything that tests need; does nothing when nothing changed"
@@ -28,6 +28,7 @@ help:
 	@echo "make test        all tests but the long ones; about 9 minutes on two cores"
 	@echo "make test-full   all tests"
 	@echo "make test-tpu    what of the tpu backend can be tested without a TPU, in an environment of its own; writes docs/tpu.md"
+	@echo "make test-spirv  the Triton kernels compiled to SPIR-V for an Intel GPU that is not here, in an environment of its own"
 	@echo "make test-ui     the page at / in a headless Chromium, which must be here: [CHROMIUM=/path/to/chromium]"
 	@echo "make fuzz        50,000 mutated requests to a server: [REQUESTS=50000] [SEED=1] [FUZZ_DEVICE=null]; writes docs/reliability/fuzz.<device>.json"
 	@echo "make test-clients other people's clients, each from an environment of its own; writes docs/clients: [CLIENT=\"openai anthropic\"]"
@@ -64,6 +65,9 @@ test-tpu:
 	@.venv-tpu/bin/python tools/tpu_report.py --kit --compile
 
 # The browser's driver has an environment of its own; the browser is the system's.
+test-spirv: install
+	@tools/compile_for_xpu.sh --quick
+
 test-ui: install
 	@CHROMIUM="$(CHROMIUM)" tools/test_ui.sh
 

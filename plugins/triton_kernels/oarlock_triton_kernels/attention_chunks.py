@@ -20,26 +20,23 @@ from oarlock_triton_kernels.online import HIDDEN, LOG2E, attend_tile, finished, 
 
 
 @triton.jit
-def row_of(starts_ptr, num_rows, at, STEP: tl.constexpr):
-    """The last r in 0 .. num_rows with starts[r] // STEP + r <= at, by halving; with STEP 0, with starts[r] <= at."""
-    low, high = 0, num_rows
-    while low < high:
-        middle = (low + high + 1) // 2
-        start = tl.load(starts_ptr + middle)
-        if STEP > 0:
-            start = start // STEP + middle
-        if start <= at:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def row_of(starts_ptr, num_rows, at, STEP: tl.constexpr, RP: tl.constexpr):
+    """The last r in 0 .. num_rows with starts[r] // STEP + r <= at, or with starts[r] <= at where STEP is 0; RP > num_rows, a power of two.
+
+    PERF: one load of all starts, for halving would wait for some loads one after another. Not measured.
+    """
+    r = tl.arange(0, RP)
+    start = tl.load(starts_ptr + r, mask=r <= num_rows, other=0)
+    if STEP > 0:
+        start = start // STEP + r
+    return tl.sum(((r <= num_rows) & (start <= at)).to(tl.int32)) - 1
 
 
 @triton.jit
 def attend_chunks_kernel(
     out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, slopes_ptr, sinks_ptr, scale, softcap, window, num_rows, num_tokens,
     stride_qt, stride_qh, stride_ot, stride_cb, stride_ch, stride_tr,
-    G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, RP: tl.constexpr, KIND: tl.constexpr,
     DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T // (M // G) + R + 1, K). Causal attention of a step's new tokens over their rows' paged contexts.
@@ -55,6 +52,7 @@ def attend_chunks_kernel(
     seq_lens_ptr, starts_ptr: [R] and [R + 1]  int32
     slopes_ptr, sinks_ptr: [H]  float32
     DP, M, N:  D rounded up to a power of two; query lines of a program; keys of a tile
+    RP:        a power of two above R
     KIND, DOT: how 8-bit floats are read; the dtype of products
 
     Reference: oarlock.runtime.reference.attention.ReferenceAttention.attend.
@@ -64,7 +62,7 @@ def attend_chunks_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     TOKENS: tl.constexpr = M // G
-    row = row_of(starts_ptr, num_rows, tile, TOKENS)
+    row = row_of(starts_ptr, num_rows, tile, TOKENS, RP)
     first = tl.load(starts_ptr + row)
     after = tl.load(starts_ptr + row + 1, mask=row < num_rows, other=num_tokens)
     seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
@@ -84,8 +82,8 @@ def attend_chunks_kernel(
         begin, plain = 0, 0
         if HAS_WINDOW:
             begin = tl.maximum(lowest_pos - window + 1, 0)
-        elif seq_len > 0:
-            plain = (lowest_pos + 1) // N * N
+        else:
+            plain = tl.maximum(lowest_pos + 1, 0) // N * N
             for key in tl.range(0, plain, N):
                 sums, peak, total = attend_tile(
                     q, sums, peak, total, key + tl.arange(0, N), query_pos, 0, plain, k_head, v_head, table, factor, softcap, slope, window,
@@ -146,7 +144,7 @@ def attend_chunks(
     attend_chunks_kernel[(tiles, kv_heads)](
         out, query, keys, values, block_tables, seq_lens, query_start_loc, slopes, sinks, scale, softcap or 1.0, window or 0, num_rows, num_tokens,
         *query.stride()[:2], out.stride(0), *keys.stride()[:2], block_tables.stride(0),
-        G=group, S=keys.shape[2], D=head_dim, DP=width, KIND=kind, DOT=product_type(query.dtype, kind), HAS_CAP=softcap is not None,
+        G=group, S=keys.shape[2], D=head_dim, DP=width, RP=triton.next_power_of_2(num_rows + 1), KIND=kind, DOT=product_type(query.dtype, kind), HAS_CAP=softcap is not None,
         HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None, HAS_WINDOW=window is not None, **size,
     )  # fmt: skip
     return out

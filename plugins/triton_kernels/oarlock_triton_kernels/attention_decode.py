@@ -34,7 +34,7 @@ from oarlock_triton_kernels.cache import as_stored, kind_of
 from oarlock_triton_kernels.chip import chip
 from oarlock_triton_kernels.online import HIDDEN, LOG2E, attend_tile, finished, loaded_queries
 
-LEAST_TILES = 4  # a program has no less work than this, else joining the parts costs more than it saves
+LEAST_TILES = 2  # a program has no less work than this, else joining the parts costs more than it saves
 PREFIX_ROWS = 8  # fewer rows are not worth looking for a shared prefix
 PREFIX_KEYS = 256  # nor is a shorter one
 PREFIX_PARTS = 16  # at most
@@ -117,8 +117,8 @@ def tile_keys(head_dim: int, cache: torch.dtype) -> int:
 def attend_split_kernel(
     out_ptr, part_ptr, weight_ptr, q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, numbers_ptr, slopes_ptr, sinks_ptr, scale, softcap, window, num_rows,
     stride_qr, stride_qh, stride_or, stride_cb, stride_ch, stride_tr,
-    G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr, KIND: tl.constexpr,
-    DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, RP: tl.constexpr, LEAST: tl.constexpr,
+    KIND: tl.constexpr, DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: (P, K). Attention of the tiles that a program has in the line of all rows' tiles, row after row.
 
@@ -133,7 +133,7 @@ def attend_split_kernel(
     table_ptr:  [R, W]  int32 block ids, strides (stride_tr, 1)
     seq_lens_ptr, numbers_ptr: [R] and [R + 2]  int32, the latter made by plan_decodes_kernel
     slopes_ptr, sinks_ptr: [H]  float32
-    DP, M, N, LEAST: D rounded up to a power of two; lines and keys of a tile; fewest tiles of a program
+    DP, M, N, RP, LEAST: D rounded up to a power of two; lines and keys of a tile; a power of two above R; fewest tiles of a program
     KIND, DOT:  how 8-bit floats are read; the dtype of products
 
     Reference: oarlock.runtime.reference.attention.ReferenceAttention.attend.
@@ -152,7 +152,7 @@ def attend_split_kernel(
     k_head, v_head = k_ptr + kv_head * stride_ch, v_ptr + kv_head * stride_ch
     slope = tl.load(slopes_ptr + head, mask=inside, other=0) * LOG2E if HAS_SLOPES else 0.0
     sink = tl.load(sinks_ptr + head, mask=inside, other=0) * LOG2E if HAS_SINKS else 0.0
-    row = row_of(numbers_ptr, num_rows, tile, 0)
+    row = row_of(numbers_ptr, num_rows, tile, 0, RP)
     while tile < last:
         first, after = tl.load(numbers_ptr + row), tl.load(numbers_ptr + row + 1)
         stop = tl.minimum(after, last)
@@ -308,7 +308,7 @@ def attend_decodes(
     steps = (*query.stride()[:2], *keys.stride()[:2], table.stride(0))
     attend_split_kernel[(programs, kv_heads)](
         out, part, weight, query, keys, values, table, plan.seq_lens, plan.numbers, slopes, sinks, scale, softcap or 1.0, window or 0, num_rows,
-        *steps[:2], out.stride(0), *steps[2:], M=max(triton.next_power_of_2(group), 16), LEAST=LEAST_TILES, HAS_SINKS=sinks is not None,
+        *steps[:2], out.stride(0), *steps[2:], M=max(triton.next_power_of_2(group), 16), RP=triton.next_power_of_2(num_rows + 1), LEAST=LEAST_TILES, HAS_SINKS=sinks is not None,
         HAS_WINDOW=window is not None, num_stages=_stages(plan.keys, width, item), num_warps=4, **lines,
     )  # fmt: skip
     prefix_part, prefix_weight, parts = part, weight, 0

@@ -88,8 +88,9 @@ def chunks() -> Iterator[Launch]:
     yield Launch(LLAMA.name, "4 chunks, 12 tokens", partial(_chunks, LLAMA, 12, 4, torch.bfloat16, None))
     for name, kept in FP8.items():
         yield Launch(LLAMA.name, f"chunk of 2048, {name}", partial(_chunks, LLAMA, 2048, 1, kept, None))
-    for model in (LLAMA, GEMMA):
-        yield Launch(model.name, "chunk of 2048, float32", partial(_chunks, model, 2048, 1, torch.float32, None), no_products=EXACT)
+    for model, spills in ((LLAMA, ""), (GEMMA, "8 bytes on sm_100, whose assembler holds itself to 128 registers there")):
+        call = partial(_chunks, model, 2048, 1, torch.float32, None)
+        yield Launch(model.name, "chunk of 2048, float32", call, spills=spills, no_products=EXACT)
 
 
 def plan() -> Iterator[Launch]:
