@@ -101,14 +101,15 @@ class Attention(CheckedOverrides, abc.ABC):
             slots:   [num_tokens]  int32, as for write_kv
             queries: [num_tokens, num_heads, head_dim]
         """
-        q, k, v = qkv.split([params.num_heads, params.num_kv_heads, params.num_kv_heads], 1)
+        bound: Any = ops  # its ops are attributes by name
+        q, k, v = torch.split(qkv, [params.num_heads, params.num_kv_heads, params.num_kv_heads], 1)
         if steps.q_norm is not None:
-            q, k = (ops.rms_norm(x, weight, steps.eps) for x, weight in ((q, steps.q_norm), (k, steps.k_norm)))
+            q, k = (bound.rms_norm(x, weight, steps.eps) for x, weight in ((q, steps.q_norm), (k, steps.k_norm)))
             if steps.table is not None:
-                q, k = (ops.rotary(x, steps.positions, steps.table, steps.interleaved) for x in (q, k))
+                q, k = (bound.rotary(x, steps.positions, steps.table, steps.interleaved) for x in (q, k))
         elif steps.table is not None:
-            both = ops.rotary(qkv[:, : params.num_heads + params.num_kv_heads], steps.positions, steps.table, steps.interleaved)
-            q, k = both.split([params.num_heads, params.num_kv_heads], 1)
+            both = bound.rotary(qkv[:, : params.num_heads + params.num_kv_heads], steps.positions, steps.table, steps.interleaved)
+            q, k = torch.split(both, [params.num_heads, params.num_kv_heads], 1)
         if steps.k_scale != 1.0:
             k = k / steps.k_scale
         if steps.v_scale != 1.0:
