@@ -7,6 +7,7 @@ PORT   ?= 8000
 MODEL  ?=
 ARGS   ?=
 CHROMIUM ?=
+SOAK        ?= 100000
 REQUESTS    ?= 50000
 SEED        ?= 1
 FUZZ_DEVICE ?= null
@@ -20,7 +21,7 @@ TESTS  := $(wildcard tests/unit tests/contract tests/runtime backends/*/tests pl
 
 export VENV PYTHON TORCH
 
-.PHONY: help install serve test test-full test-tpu test-spirv test-ui test-clients fuzz bench wheels lint clean
+.PHONY: help install serve test test-full test-tpu test-spirv test-ui test-clients fuzz soak bench wheels lint clean
 
 help:
 	@echo "make install     make $(VENV) with everything that tests need; does nothing when nothing changed"
@@ -32,6 +33,7 @@ help:
 	@echo "make test-ui     the page at / in a headless Chromium, which must be here: [CHROMIUM=/path/to/chromium]"
 	@echo "make fuzz        50,000 mutated requests to a server: [REQUESTS=50000] [SEED=1] [FUZZ_DEVICE=null]; writes docs/reliability/fuzz.<device>.json"
 	@echo "make test-clients other people's clients, each from an environment of its own; writes docs/clients: [CLIENT=\"openai anthropic\"]"
+	@echo "make soak        100,000 short requests to a server of the null device: [SOAK=100000]; writes docs/reliability/soak.json"
 	@echo "make bench       throughput and latency of the small chat model on this machine"
 	@echo "make wheels      a wheel of each distribution in dist/, that of the cpu backend with its kernels"
 	@echo "make lint        ruff and mypy"
@@ -78,6 +80,9 @@ fuzz: install
 # Each client has an environment with nothing but the client, and a report in docs/clients.
 test-clients: install
 	@tools/test_clients.sh $(CLIENT)
+
+soak: install
+	@$(BIN)/python tests/reliability/soak.py --requests $(SOAK) --out docs/reliability/soak.json
 
 bench: install
 	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python tools/make_models.py --gguf-only smollm2) || exit 1; \

@@ -15,7 +15,7 @@ from typing import Any
 from mutations import TEXTS
 
 MODEL = "tiny"
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
 # Like tiny_model's, and it knows tools, calls and reasoning.
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
@@ -172,6 +172,12 @@ def _message(rng: random.Random, known: Known) -> Asked:
     return Asked("POST", "/v1/messages", fields | {name: extra[name] for name in rng.sample(sorted(extra), rng.choice((0, 1, 2)))})
 
 
+def _embeddings(rng: random.Random, known: Known) -> Asked:
+    inputs = (_text(rng), [_text(rng), "b"], [5, 6, 7], [[5, 6], [7]], [_text(rng)] * rng.choice((1, 9)))
+    extra: dict[str, Any] = {"encoding_format": rng.choice(("float", "base64")), "dimensions": rng.choice((1, 8, 64)), "user": "u", "truncate_prompt_tokens": 5, "add_special_tokens": False}
+    return Asked("POST", "/v1/embeddings", {"model": MODEL, "input": rng.choice(inputs)} | {name: extra[name] for name in rng.sample(sorted(extra), rng.choice((0, 1, 2)))})
+
+
 def _count_tokens(rng: random.Random, known: Known) -> Asked:
     return Asked("POST", "/v1/messages/count_tokens", _anthropic(rng))
 
@@ -221,12 +227,12 @@ def _plain(rng: random.Random, known: Known) -> Asked:
 
 
 ROUTES: tuple[tuple[int, Callable[[random.Random, Known], Asked]], ...] = (
-    (28, _completion), (28, _chat), (10, _responses), (9, _message), (2, _count_tokens), (5, _tokenize), (3, _detokenize), (3, _file), (3, _batch), (4, _by_id), (4, _plain),
+    (28, _completion), (28, _chat), (10, _responses), (9, _message), (4, _embeddings), (2, _count_tokens), (5, _tokenize), (3, _detokenize), (3, _file), (3, _batch), (4, _by_id), (4, _plain),
 )  # fmt: skip
 COVERED = {
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/v1/messages", "/v1/messages/count_tokens",
     "/tokenize", "/detokenize", "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel", "/v1/models",
-    "/v1/models/{name}", "/health", "/ping", "/version", "/metrics", "/null/tokens",
+    "/v1/models/{name}", "/health", "/ping", "/version", "/metrics", "/null/tokens", "/v1/embeddings",
 }  # fmt: skip
 
 

@@ -303,7 +303,7 @@ class Fuzz:
 def _route(path: str) -> str:
     """The route's name, what is chosen by chance left out."""
     parts = path.partition("?")[0].split("/")
-    known = {"v1", "completions", "chat", "responses", "messages", "count_tokens", "files", "batches", "cancel", "content", "models", "tokenize", "detokenize"}
+    known = {"v1", "completions", "chat", "responses", "messages", "count_tokens", "files", "batches", "cancel", "content", "models", "tokenize", "detokenize", "embeddings"}
     shown = "/".join(part if part in known else "…" for part in parts[1:])
     return "/" + shown if parts[1:] and parts[1] in known else "other"
 

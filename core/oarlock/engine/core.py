@@ -77,27 +77,13 @@ class EngineCore:
 
     def _describe(self, ready: WorkerReady) -> EngineInfo:
         return EngineInfo(
-            max_model_len=ready.max_model_len,
-            vocab_size=self.summary.vocab_size,
-            block_size=ready.block_size,
-            num_blocks=ready.num_blocks - 1,
-            num_host_blocks=ready.num_host_blocks,
-            max_num_seqs=self.config.scheduler.max_num_seqs,
-            device=self.executor.device_name,
-            device_text=ready.device_text,
-            dtype=ready.dtype,
-            kv_groups=ready.kv_groups,
-            max_prompt_tokens=self.scheduler.longest_request,
-            op_table=ready.op_table,
-            memory_plan=ready.memory_plan,
-            load_s=ready.load_s,
-            warmup_s=ready.warmup_s,
-            num_programs=ready.num_programs,
-            program_folder=ready.program_folder,
-            max_logit_bias=0 if ready.buckets.is_exact else BIAS_BUCKET,
-            supports_host_callbacks=self.executor.supports_host_callbacks,
-            structured_outputs=self._grammar_states,
-        )
+            max_model_len=ready.max_model_len, vocab_size=self.summary.vocab_size, block_size=ready.block_size, num_blocks=ready.num_blocks - 1,
+            num_host_blocks=ready.num_host_blocks, max_num_seqs=self.config.scheduler.max_num_seqs, device=self.executor.device_name,
+            device_text=ready.device_text, dtype=ready.dtype, kv_groups=ready.kv_groups, max_prompt_tokens=self.scheduler.longest_request,
+            op_table=ready.op_table, memory_plan=ready.memory_plan, load_s=ready.load_s, warmup_s=ready.warmup_s, num_programs=ready.num_programs,
+            program_folder=ready.program_folder, max_logit_bias=0 if ready.buckets.is_exact else BIAS_BUCKET,
+            supports_host_callbacks=self.executor.supports_host_callbacks, structured_outputs=self._grammar_states,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ requests
     def add(self, request: EngineRequest) -> None:

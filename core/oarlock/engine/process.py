@@ -7,6 +7,7 @@ Never: spins when idle; outlives its parent.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -94,6 +95,8 @@ def main() -> int:
 
         executor = make_executor(config, summary, device, factory)
         core = EngineCore(config, summary, executor)
+        gc.collect()
+        gc.freeze()  # PERF: what is there by now stays, and would be looked through again and again
         outbox.send(wire.pack(wire.READY, core.info))
         EngineProcess(core, inbox, outbox).run()
         code = 0

@@ -218,17 +218,9 @@ def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
             pieces.append(piece)
     except TemplateError as error:
         raise InvalidParameter(f"the model's chat template refuses these messages: {error}", param="messages") from None
-    except (
-        jinja2.TemplateError,
-        TypeError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-        MemoryError,
-    ) as error:
+    except InvalidParameter:
+        raise
+    except Exception as error:  # noqa: BLE001  a template is code, and may do anything with these messages
         raise InvalidParameter(f"the model's chat template cannot render these messages: {error}", param="messages") from None
     return "".join(pieces)
 

@@ -7,6 +7,7 @@ Never: sees blocks or tensors; formats HTTP.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from oarlock.errors import EngineDead, InvalidParameter, OarlockError, PromptToo
 from oarlock.frontend.stop import StopMatcher
 from oarlock.messages import Abort, EngineOutput, EngineOutputs, EngineRequest, ErrorInfo, PositionLogprobs
 from oarlock.sampling_params import SamplingParams
+
+log = logging.getLogger("oarlock.frontend")
 
 
 @dataclass(slots=True)
@@ -135,8 +138,16 @@ class OutputProcessor:
                 delta = deltas[output.request_id] = state.make_delta()
             if output.error is not None:
                 self._fail(state, output.error, delta)
-            else:
+                continue
+            try:
                 self._advance(state, output, delta, now)
+            except Exception as fault:  # its text cannot be made, and that is its own affair
+                log.exception("request %s: its text cannot be made", output.request_id)
+                self._send_abort(Abort(output.request_id))
+                state.branches.clear()  # with what they hold back: it would be the tokenizer's to give
+                delta.outputs.clear()
+                delta.error = ErrorInfo(f"the text of the answer cannot be made: {type(fault).__name__}: {fault}", kind="step")
+                self._end_open(state, "error", delta)
         return [delta for delta in deltas.values() if delta.outputs or delta.finished or delta.prompt_logprobs is not None]
 
     def fail_all(self, error: ErrorInfo) -> list[RequestOutput]:

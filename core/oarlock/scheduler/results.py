@@ -80,7 +80,7 @@ class Results:
         if request.is_beam:
             return self._take_candidates(branch, logprobs)
         if not tokens:
-            return self.fail(request, ErrorInfo("the worker returned no token for this request"))
+            return self.fail(request, ErrorInfo("the worker returned no token for this request", kind="step"))
         return [self._take_tokens(branch, tokens, logprobs)]
 
     def _take_vector(self, branch: Branch, pooled: bytes | None) -> list[EngineOutput]:

@@ -23,7 +23,7 @@ from oarlock.frontend.outputs import RequestOutput
 from oarlock.frontend.text_threads import in_text_thread
 from oarlock.messages import EngineRequest
 from oarlock.sampling_params import SamplingParams
-from oarlock.server.errors import ApiError, from_exception, from_info
+from oarlock.server.errors import STOPS, ApiError, from_exception, from_info
 from oarlock.server.gate import Receive, Scope, Send, response_start, send_error, send_json
 from oarlock.server.params import Options
 from oarlock.server.state import OWNER, OpenRequest, ServerState
@@ -168,13 +168,13 @@ class Answer(Response, abc.ABC):
                 raise exc
             asyncio.current_task().uncancel()  # type: ignore[union-attr]  # ended by the server; there is an error to deliver
             exc = opened.error
-        elif not isinstance(exc, Exception):
+        elif isinstance(exc, STOPS):
             raise exc
         error = self._renamed(exc)
         self.state.metrics.outcome("abort" if error.code == "aborted" else "error" if error.status >= 500 else "refused", len(self.prompts))
         return error
 
-    def _renamed(self, exc: Exception) -> ApiError:
+    def _renamed(self, exc: BaseException) -> ApiError:
         """The error, about this route's fields."""
         error = from_exception(exc, self.request_id)
         name = self._renames.get(error.param or "")
@@ -249,7 +249,9 @@ class Answer(Response, abc.ABC):
                     async for output in outputs:
                         await queue.put(output)
                 await queue.put(None)
-            except Exception as exc:  # noqa: BLE001  it goes on in the task that reads the queue
+            except STOPS:
+                raise
+            except BaseException as exc:  # noqa: BLE001  it goes on in the task that reads the queue
                 await queue.put(exc)
 
         tasks = [asyncio.create_task(pump(i)) for i in range(len(self.prompts))]

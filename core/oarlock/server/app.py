@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -103,6 +105,8 @@ class _Life:
             state.engine = self.launch.config
             add_plugin_routes(app, self.launch.selection.spec.name)
             state.ready(*booted)
+            gc.collect()
+            gc.freeze()  # PERF: a full collection over all that was imported stops every stream for 100 ms
             self._watch_engine(state)
             self._say_ready(state)
             code = await self._serve(state)
@@ -171,8 +175,11 @@ class _Life:
         text = f"Oarlock serves {state.names[0]} at {where} on {info.device} ({info.device_text}, {info.dtype}), ready after {seconds:.1f} s"
         if self.resolved.engine.observability.log_json:
             log.info("%s", text)
-        else:
+            return
+        try:
             print(text, flush=True)
+        except OSError:  # a full disk, or a reader that went: no reason not to serve
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     # ---------------------------------------------------------------- serve and stop
     async def _serve(self, state: ServerState) -> int:

@@ -7,6 +7,7 @@ Never: puts a Python repr, a path or a stack trace into a message that a client 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from oarlock.messages import ErrorInfo
 log = logging.getLogger("oarlock.server")
 
 INVALID = "invalid_request_error"
+# All else that is raised is a fault to be told: also a panic of a library written in Rust, which is no Exception.
+STOPS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 JSON = b"application/json"
 
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from oarlock.server.errors import JSON, ApiError, from_exception
+from oarlock.server.errors import JSON, STOPS, ApiError, from_exception
 from oarlock.server.kinds import REQUEST_ID
 from oarlock.server.state import OWNER, ServerState
 
@@ -137,7 +137,9 @@ class Gate:
             try:
                 await self._app(scope, receive, send_with_id)
                 return
-            except Exception as exc:
+            except STOPS:
+                raise
+            except BaseException as exc:
                 error = from_exception(exc, request_id)
                 if started:
                     raise  # half a response is out; the server closes the connection

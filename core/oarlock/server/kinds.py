@@ -178,3 +178,7 @@ salt = Kind(_salt, {"type": "string", "minLength": 1, "maxLength": 512})
 stream_options = Kind(_stream_options, {"type": "object"})
 anything = Kind(_metadata, {})
 raw = Kind(lambda value, path: value, {})
+prompt = Kind(raw.read, {"anyOf": [{"type": "string"}, _STRINGS_SCHEMA, _IDS_SCHEMA, {"type": "array", "items": _IDS_SCHEMA}]})
+_TEXT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}}]}
+_MESSAGE_SCHEMA = {"type": "object", "properties": {"role": {"type": "string"}, "content": _TEXT_SCHEMA}, "required": ["role"]}
+messages = Kind(raw.read, {"type": "array", "items": _MESSAGE_SCHEMA, "minItems": 1})

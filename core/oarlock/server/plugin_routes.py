@@ -22,7 +22,7 @@ from oarlock.errors import OarlockError, PluginError, RequestError
 from oarlock.server import kinds
 from oarlock.server.answer import DONE, encode, supervise
 from oarlock.server.body import checked_body, reading
-from oarlock.server.errors import ApiError, bad, from_exception
+from oarlock.server.errors import STOPS, ApiError, bad, from_exception
 from oarlock.server.gate import Receive, Scope, Send, response_start
 from oarlock.server.kinds import Kind
 from oarlock.server.pooling import pool
@@ -188,13 +188,15 @@ class PluginServer:
                 response = await route(Request(scope, receive))
                 await response(scope, receive, queue.put)
                 await queue.put(None)
-            except Exception as exc:  # noqa: BLE001  it goes on in the task that reads the queue
+            except STOPS:
+                raise
+            except BaseException as exc:  # noqa: BLE001  it goes on in the task that reads the queue
                 await queue.put(exc)
 
         task = asyncio.create_task(run())
         try:
             while (message := await queue.get()) is not None:
-                if isinstance(message, Exception):
+                if isinstance(message, BaseException):
                     raise _from(from_exception(message, request_id)) from None
                 yield message
         finally:

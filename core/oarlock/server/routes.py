@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -103,9 +104,9 @@ def _add(app: FastAPI, state: ServerState, method: str, path: str, endpoint: End
 
     if method == "POST":
         app.state.posts[path] = route
-    extra = None
+    extra: dict[str, Any] = {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in re.findall(r"{(\w+)", path)]}
     if table is not None:
-        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": json_schema(table)}}}}
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": json_schema(table, state.names)}}}
     app.add_api_route(path, route, methods=[method], name=f"{endpoint.__name__}_{method.lower()}", response_class=Response, openapi_extra=extra)
 
 

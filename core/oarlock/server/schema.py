@@ -8,7 +8,7 @@ Never: accepts a field and ignores it: what is not built, not known or meant for
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +122,7 @@ _SUFFIX = f"suffix (text after the gap that is to be filled) {_NOT_YET}; where t
 
 COMPLETIONS = Table(
     path="/v1/completions",
-    fields={**COMMON, "prompt": kinds.raw, "logprobs": kinds.integer},
+    fields={**COMMON, "prompt": kinds.prompt, "logprobs": kinds.integer},
     required=("model", "prompt"),
     refused={**_REFUSED_BOTH, "suffix": Refused(_SUFFIX, lambda value: value == "")},
 )
@@ -132,7 +132,7 @@ CHAT = Table(
     fields={
         **COMMON,
         **TEMPLATE,
-        "messages": kinds.raw,
+        "messages": kinds.messages,
         "logprobs": kinds.boolean,
         "top_logprobs": kinds.integer,
         "max_completion_tokens": kinds.integer,
@@ -159,7 +159,7 @@ TOKENIZE = Table(
         **TEMPLATE,
         "model": kinds.string,
         "prompt": kinds.raw,
-        "messages": kinds.raw,
+        "messages": kinds.messages,
         "add_special_tokens": kinds.boolean,
         "return_token_strs": kinds.boolean,
     },
@@ -220,11 +220,11 @@ def _unknown_text(name: str, table: Table) -> str:
     return f"Unknown field {shown!r}.{hint} (--allow-unknown-fields makes the server accept such fields and ignore them.)"
 
 
-def json_schema(table: Table) -> dict[str, Any]:
-    """The table as OpenAPI sees it."""
+def json_schema(table: Table, names: Sequence[str]) -> dict[str, Any]:
+    """The table as OpenAPI sees it; `names`: of the models."""
     return {
         "type": "object",
-        "properties": {name: {} if kind is kinds.raw else kind.schema for name, kind in table.fields.items()},
+        "properties": {name: {**kind.schema, "enum": list(names)} if name == "model" else kind.schema for name, kind in table.fields.items()},
         "required": list(table.required),
         "additionalProperties": False,
     }

@@ -73,6 +73,9 @@ def _run(source: Path, target: Path, concurrency: int, serve: list[str]) -> int:
         partial.replace(target)
         print(f"{good + bad} requests: {good} answered, {bad} refused or failed; {target}", file=sys.stderr)
         return 1 if bad else 0
+    except OSError as error:
+        print(f"oarlock run-batch: error: {error.filename or partial}: {error.strerror or error}; no answer was written", file=sys.stderr)
+        return 1
     except _ServerEnded as ended:
         print(f"oarlock run-batch: error: the server ended with exit code {ended}; no answer was written. Its messages are above.", file=sys.stderr)
         return 1

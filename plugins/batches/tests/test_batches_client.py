@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -85,9 +86,9 @@ def test_wrong_key_and_large_file_and_cancel(client: openai.OpenAI, server: Real
         time.sleep(0.05)
 
 
-def run_batch(*arguments: Any) -> subprocess.CompletedProcess[str]:
+def run_batch(*arguments: Any, **settings: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "oarlock.cli.main", "run-batch", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "OARLOCK_API_KEY": "of the user"})
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "OARLOCK_API_KEY": "of the user"}, **settings)
 
 
 def test_run_batch_answers_a_file(model: Path, tmp_path: Path, client: openai.OpenAI) -> None:
@@ -112,6 +113,19 @@ def test_run_batch_of_good_lines_ends_with_0(model: Path, tmp_path: Path) -> Non
     done = run_batch("-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", model, "--device", "null", "--served-model-name", "tiny")
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
+def test_run_batch_leaves_the_old_output_when_the_disk_is_full(model: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(jsonl([request(f"r{at}") for at in range(60)]))
+    target.write_text("old")
+
+    def a_file_has_no_more() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
+
+    done = run_batch("-i", source, "-o", target, model, "--device", "null", "--served-model-name", "tiny", preexec_fn=a_file_has_no_more)
+    assert done.returncode == 1 and "File too large; no answer was written" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert target.read_text() == "old" and sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
 def test_run_batch_leaves_the_old_output_when_its_server_cannot_start(model: Path, tmp_path: Path) -> None:

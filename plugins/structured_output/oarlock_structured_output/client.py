@@ -153,7 +153,11 @@ class Client:
         if not queued:
             return
         if self._control is None:
-            self._start_zygote()
+            try:
+                self._start_zygote()
+            except OSError as error:  # a full disk, no more processes, no more descriptors
+                self._fail_all(f"no process for grammars can be started here now: {error.strerror or error}; send the request again")
+                return
         if not self._is_ready:
             return
         compiling = sum(g.end is not None and not g.is_compiled for g in self._grammars.values())
@@ -163,16 +167,16 @@ class Client:
             self._fork(grammar)
 
     def _start_zygote(self) -> None:
-        ours, theirs = socket.socketpair()
-        with tempfile.TemporaryFile() as source:  # a pipe could fill before the other end reads
+        with contextlib.ExitStack() as opened:
+            ours, theirs = map(opened.enter_context, socket.socketpair())
+            source = opened.enter_context(tempfile.TemporaryFile())  # a pipe could fill before the other end reads
             source.write(json.dumps(self._vocabulary).encode())
             source.seek(0)
             environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # threads do not survive a fork
             command = [sys.executable, "-m", "oarlock_structured_output.zygote", str(theirs.fileno()), self._module, str(self.limits.memory_bytes)]
             self._zygote = subprocess.Popen(command, stdin=source, pass_fds=(theirs.fileno(),), env=environment)
-        theirs.close()
-        self._control, self._started_s = ours, time.monotonic()
-        self._poll.register(ours, selectors.EVENT_READ, None)
+            self._control, self._started_s = ours.dup(), time.monotonic()
+        self._poll.register(self._control, selectors.EVENT_READ, None)
 
     def _make_room(self) -> bool:
         """Whether one more process may start; one that nobody uses goes first."""
@@ -189,7 +193,11 @@ class Client:
 
     def _fork(self, grammar: _Grammar) -> None:
         assert self._control is not None
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            self._fail(grammar, f"no process can be started for it now: {error.strerror or error}; send the request again")
+            return
         try:
             socket.send_fds(self._control, [frames.ORDER.pack(b"N", grammar.number)], [theirs.fileno()])
         except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from grammar_clients import Wanted, children, wait
+from oarlock_structured_output import client as client_module
 from oarlock_structured_output.client import Client
 
 Make = Callable[..., Client]
@@ -110,6 +112,28 @@ def test_the_process_that_forks_may_die_too(make: Make) -> None:
     client.ask(1, Wanted("regex", "aaa"), 1, (97, 97))
     assert wait(client, 1) == (A, True, "")
     assert len(children()) == 2, "the one that hung went with its parent"
+
+
+@pytest.mark.parametrize(("module", "name", "code"), [("tempfile", "TemporaryFile", errno.ENOSPC), ("subprocess", "Popen", errno.EAGAIN), ("socket", "socketpair", errno.EMFILE)])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_what_the_system_has_no_more_of_fails_the_requests_that_need_it(make: Make, monkeypatch: pytest.MonkeyPatch, module: str, name: str, code: int, has_begun: bool) -> None:
+    """A full disk, no more processes, no more descriptors: the engine lives, and the next request is served when there are some again."""
+    client = make()
+    if has_begun:
+        client.ask(1, Wanted("regex", "first"), 0, ())
+        assert wait(client, 1)[2] == ""
+
+    def none_left(*arguments: object, **settings: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as lacking:
+        lacking.setattr(getattr(client_module, module), name, none_left)
+        client.ask(2, Wanted("regex", "second"), 0, ())
+        problem = wait(client, 2)[2]
+        assert (os.strerror(code) in problem) if name == "socketpair" or not has_begun else problem == ""  # what has begun needs no file and no process more
+        client.forget(2)
+    client.ask(3, Wanted("regex", "third"), 0, ())
+    assert wait(client, 3)[2] == ""
 
 
 def test_grammars_that_nobody_uses_make_room(make: Make) -> None:
