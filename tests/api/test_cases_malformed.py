@@ -127,7 +127,7 @@ def test_error_envelope(server: RealServer) -> None:
     is_bad_request(server.post(CMP, {"model": 5, "prompt": "x"}), "model")
     is_bad_request(server.post(CMP, server.cmp_body(max_tokens="ten")), "max_tokens")
     is_bad_request(server.post(CHT, {"model": server.model, "messages": "hi"}), "messages")
-    for method, path, status in (("POST", "/v1/nothing", 404), ("GET", CMP, 405), ("DELETE", "/v1/models", 405), ("POST", "/v1/embeddings", 404), ("GET", "/", 404)):
+    for method, path, status in (("POST", "/v1/nothing", 404), ("GET", CMP, 405), ("DELETE", "/v1/models", 405), ("POST", "/v1/audio/speech", 404), ("GET", "/v1", 404)):
         refused(server.http.request(method, path, json={}), None, status=status)
     assert server.http.get(CMP).headers["allow"] == "POST"
     error = refused(server.http.post(CMP, content=json.dumps(server.cmp_body()), headers={"Content-Type": "text/plain"}), None)

@@ -170,7 +170,7 @@ async def test_every_odd_value_is_a_400_or_an_answer_and_nothing_stays_open() ->
 
 
 async def test_a_full_queue_is_429_and_a_long_list_passes_through_few_seats() -> None:
-    async with toy(scheduler={"max_waiting_requests": 2}, max_num_seqs=2, step_s=0.01) as here:
+    async with toy(scheduler={"max_waiting_requests": 2, "max_num_seqs": 2}, max_num_seqs=2, step_s=0.01) as here:
         answer = await made(here, input=["x"] * 50)
         assert len(answer["data"]) == 50 and here.engine.most_open <= 2
         several = await asyncio.gather(*(create(here, input=["x"] * 20) for _ in range(4)))
