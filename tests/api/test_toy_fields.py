@@ -110,7 +110,7 @@ async def test_a_field_of_another_route_or_server_says_what_stands_for_it_here(p
         ("/v1/chat", "Did you mean POST /v1/chat/completions?"),
         ("/v1/complete", "Did you mean POST /v1/completions?"),
         ("/model", "Did you mean GET /v1/models?"),
-        ("/v1/embeddings", "this version has no embeddings"),
+        ("/v1/embeddings", "pip install ./plugins/pooling"),
         ("/v1/audio/speech", "this version has no audio"),
         ("/v1/responses", "the plugin oarlock-responses serves it"),
         ("/v1/messages", "the plugin oarlock-messages serves it"),

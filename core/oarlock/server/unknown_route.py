@@ -16,15 +16,9 @@ from oarlock.server.errors import ApiError
 
 # Beginning of a path -> what it asks for. None of them is in this version.
 ABSENT = {
-    "/v1/embeddings": "embeddings",
     "/v1/audio": "audio",
     "/v1/images": "images",
     "/v1/moderations": "moderation",
-    "/v1/rerank": "reranking",
-    "/rerank": "reranking",
-    "/score": "scoring",
-    "/v1/score": "scoring",
-    "/classify": "classification",
     "/pooling": "pooling",
     "/v1/load_lora_adapter": "LoRA adapters",
     "/v1/unload_lora_adapter": "LoRA adapters",
@@ -34,6 +28,7 @@ ABSENT = {
 }
 # Beginning of a path -> the plugin that serves it.
 PLUGINS = {"/v1/messages": "messages", "/v1/responses": "responses", "/v1/files": "batches", "/v1/batches": "batches"}
+PLUGINS |= dict.fromkeys(("/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify"), "pooling")
 
 
 def _plain(routes: Sequence[BaseRoute]) -> dict[str, set[str]]:
@@ -59,7 +54,7 @@ def no_such_route(routes: Sequence[BaseRoute], path: str) -> ApiError:
     known = _plain(routes)
     plugin = next((name for start, name in PLUGINS.items() if (path == start or path.startswith(start + "/")) and start not in known), None)
     if plugin is not None:
-        text = f"There is no route {shown} here: the plugin oarlock-{plugin} serves it, and is not installed (from a checkout: pip install ./plugins/{plugin})."
+        text = f"There is no route {shown} here: the plugin oarlock-{plugin} serves it, and is not installed, or was not when this server started (from a checkout: pip install ./plugins/{plugin})."
         return ApiError(404, text, code="not_found")
     near = _nearest(path[:200].rstrip("/"), list(known))
     hint = f" Did you mean {' or '.join(sorted(known[near]))} {near}?" if near else f" Routes are {', '.join(sorted(known))}."
