@@ -62,7 +62,7 @@ def test_backends_and_plugins_declare_what_they_import(package):
 
 
 def test_tests_declare_what_they_import():
-    available = declared(ROOT / "pyproject.toml", "test") | FROM_THE_DEVICE | {"starlette"}
+    available = declared(ROOT / "pyproject.toml", "test") | FROM_THE_DEVICE | {"starlette", "triton"}
     tools = {path.stem.replace("_", "-") for path in (ROOT / "tools").glob("*.py")}
     assert not missing(ROOT / "tests", available | tools)
     for package in packages_outside_core().values():  # what the package itself needs, its tests have

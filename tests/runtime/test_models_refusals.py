@@ -32,7 +32,7 @@ def build(folder: Path, source: Path, **changes: Any) -> Any:
         ("mixtral", {"hidden_act": "gelu"}, "config value hidden_act is 'gelu'; MixtralForCausalLM is served with silu, swish"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, the model has 4 experts"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 4 layers"),
-        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; Gemma3ForCausalLM is served only with False"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True: its tokens attend to those that follow them, and the paged attention is causal only"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is False"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
     ],
