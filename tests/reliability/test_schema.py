@@ -12,7 +12,7 @@ import pytest
 from test_security import whole_server
 
 SCHEMATHESIS = [sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"]
-FLAGS = ["--checks", "not_a_server_error", "--phases", "coverage,fuzzing", "--max-examples", "12", "--seed", "1", "--generation-database", "none", "--no-color", "--request-timeout", "30"]
+FLAGS = ["--checks", "not_a_server_error", "--phases", "coverage,fuzzing", "--max-examples", "5", "--seed", "1", "--generation-database", "none", "--no-color", "--request-timeout", "30"]
 
 
 @pytest.mark.asyncio

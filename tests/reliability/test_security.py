@@ -196,7 +196,7 @@ def test_grammars_and_messages_follow_no_address_and_open_no_file(tmp_path: Path
         server.model, url = "tiny", f"http://127.0.0.1:{port}/x"
         base = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         for backend in ("llguidance", "outlines", "lm-format-enforcer"):
-            for fields in schemas(str(pipe), url):
+            for fields in schemas(str(pipe), url)[: None if backend == "llguidance" else 2]:  # the others take schemas alone
                 response = server.post("/v1/chat/completions", {**base, **fields, "guided_decoding_backend": backend})
                 assert response.status_code in (200, 400), response.text
         parts = (
