@@ -77,7 +77,6 @@ class LLM(PoolingMethods):
     def __init__(self, model: str | None = None, tokenizer: str | None = None, **options: Any) -> None:
         from oarlock.config.resolve import from_kwargs
         from oarlock.engine.launch import prepare
-        from oarlock.frontend.tokenizer import load_tokenizer
 
         if tokenizer is not None:
             options["tokenizer"] = tokenizer
@@ -87,7 +86,11 @@ class LLM(PoolingMethods):
         config = resolved.engine
         launch = prepare(config)
         summary = launch.summary
-        loaded = None if config.model.skip_tokenizer_init else load_tokenizer(summary, config.model)
+        loaded = None
+        if not config.model.skip_tokenizer_init:
+            from oarlock.frontend.tokenizer import load_tokenizer
+
+            loaded = load_tokenizer(summary, config.model)
         self._attach(launch.inprocess, summary, loaded, launch.config)
 
     @classmethod

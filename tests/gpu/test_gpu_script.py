@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,26 @@ import gpu_sanitize
 FACTS = {"mode": "kernels", "device": "cpu", "device_text": "a processor", "sizes": "tiny"}
 
 
-def script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    import os
+# A machine whose Python has torch, numpy, pluggy and safetensors, and nothing else that core asks for.
+BARE = """
+import importlib.util, sys
+GONE = ("msgspec", "zmq", "pydantic", "fastapi", "starlette", "uvicorn", "tokenizers", "transformers", "huggingface_hub", "prometheus_client", "rich", "tqdm", "httpx")
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in GONE:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Gone())
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.partition(".")[0] in GONE else find_spec(name, package)
+"""
 
+
+def script(*arguments: str, bare: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": sys.executable}
+    if bare is not None:
+        bare.mkdir()
+        (bare / "sitecustomize.py").write_text(BARE)
+        environment["PYTHONPATH"] = str(bare)
     return subprocess.run([str(HERE / "run.sh"), *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -54,8 +71,8 @@ def test_a_mode_that_is_none_is_refused():
         ("serve", {"start to first token", "decode, batch 1", "prefill, 2048 tokens"}, 4),
     ],
 )
-def test_a_mode_runs_to_its_end(tmp_path, mode, figures, unavailable):
-    done = script(mode, "--device", "cpu", "--tiny", "--installed", "--out", str(tmp_path))
+def test_a_mode_runs_to_its_end_without_an_http_stack(tmp_path, mode, figures, unavailable):
+    done = script(mode, "--device", "cpu", "--tiny", "--installed", "--out", str(tmp_path), bare=tmp_path / "bare")
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / f"{mode}.json").read_text())
     found = data["figures"]
@@ -142,8 +159,6 @@ def test_packages_are_installed_beside_each_other_with_their_entry_points(tmp_pa
 
 
 def test_what_is_not_installed_is_named(monkeypatch):
-    import os
-
     assert gpu_run.absent(("json", "no_such_module"), dict(os.environ)) == ["no_such_module"]
 
 
