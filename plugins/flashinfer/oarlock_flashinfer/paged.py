@@ -103,6 +103,8 @@ class FlashInferAttention(Attention):
         return cache
 
     def attend(self, query: torch.Tensor, cache: tuple[torch.Tensor, ...], metadata: Decodes | Chunks, params: AttentionParams) -> torch.Tensor:
+        if params.alibi_slopes is not None:
+            raise NotImplementedError("alibi_slopes: this attention has none")
         query = query.contiguous()
         if isinstance(metadata, Chunks):
             if params.scale != self.params.scale:  # the plan has the first layer's

@@ -89,5 +89,7 @@ def test_a_layer_of_another_scale_and_padded_rows(stand_in):
     assert torch.allclose(once[0], out[0], atol=1e-5) and bool(once[1].eq(0).all())
     doubled = made.attend(query, cache, chunks, AttentionParams(2, 1, 64, 0.25))
     assert torch.allclose(doubled[0], made.attend(query, cache, decodes, AttentionParams(2, 1, 64, 0.25))[0], atol=1e-5)
+    with pytest.raises(NotImplementedError, match="alibi_slopes"):
+        made.attend(query, cache, decodes, AttentionParams(2, 1, 64, 0.125, alibi_slopes=torch.ones(2)))
     copied = made.copy_blocks(cache, torch.tensor([1], dtype=torch.int32), torch.tensor([3], dtype=torch.int32))
     assert copied[0] is cache[0] and torch.equal(cache[1][3], cache[1][1])
