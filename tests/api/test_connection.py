@@ -220,3 +220,33 @@ async def test_slow_reader_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         streams[1].transport.abort()
         async with asyncio.timeout(5):
             await app.gone.wait()
+
+
+async def test_what_has_arrived_is_answered_when_the_server_ends() -> None:
+    """On connections that were idle, and on those that no one has accepted yet; one that stays idle doesn't hold the end up."""
+    request = HEAD + b"content-length: 2\r\n\r\n{}"
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        address = sock.getsockname()
+        server = HttpServer(App(), ServerConfig())
+        task = asyncio.create_task(server.serve(sockets=[sock]))
+        fresh, used, idle = [await asyncio.open_connection(*address) for _ in range(3)]
+        used[1].write(request)
+        assert b"200 OK" in await used[0].readuntil(b'{"bytes": 2}')
+        # From here on the server's loop does not run until it ends: what follows waits in the kernel.
+        for streams in (fresh, used):
+            streams[1].write(request)
+        waiting = [socket.create_connection(address) for _ in range(5)]
+        for peer in waiting:
+            peer.sendall(request)
+        started = asyncio.get_running_loop().time()
+        await server.shutdown([sock])
+        assert asyncio.get_running_loop().time() - started < 1.5
+        late = [await asyncio.open_connection(sock=peer) for peer in waiting]
+        for streams in (fresh, used, *late):
+            answer = await rest(streams)
+            assert answer.count(b"200 OK") == 1, answer
+            streams[1].close()
+        assert await rest(idle) == b""
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*address)
+        task.cancel()

@@ -21,6 +21,7 @@ from oarlock.server.errors import ApiError
 MAX_HEAD_BYTES = 64 << 10  # and as much again as one read of the socket brings
 PATIENCE_S = 75.0  # for the end of a head, and for a client that does not read
 LINGER_S, LINGER_BYTES = 2.0, 2 << 20  # what is still read of a refused message, so that its sender comes to see the answer
+LAST_CALL_S = 0.25  # for a request that was on its way when the server began to end
 
 
 class Connection(HttpToolsProtocol):
@@ -32,6 +33,7 @@ class Connection(HttpToolsProtocol):
         self._head_due: asyncio.TimerHandle | None = None
         self._read_due: asyncio.TimerHandle | None = None
         self._refused = 0  # bytes that came after a refusal, and 1
+        self._last_call = False
 
     # ---------------------------------------------------------------- transport
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -55,6 +57,18 @@ class Connection(HttpToolsProtocol):
         if self._overhead > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(ApiError(400, f"The request's headers are larger than {MAX_HEAD_BYTES} bytes.", code="headers_too_large"))
 
+    def shutdown(self) -> None:
+        """The server ends. Closing an idle connection at once would lose a request that has arrived and was not read yet."""
+        self._last_call = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+        else:
+            self.loop.call_later(LAST_CALL_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if not self._overhead and (self.cycle is None or self.cycle.response_complete):
+            self.transport.close()
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._read_due = self.loop.call_later(PATIENCE_S, self.transport.abort)
@@ -74,6 +88,8 @@ class Connection(HttpToolsProtocol):
             self._head_due.cancel()
             self._head_due = None
         super().on_headers_complete()
+        if self._last_call and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._overhead = 0

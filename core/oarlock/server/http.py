@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import ssl
 import time
 from collections.abc import Iterator
@@ -57,6 +58,36 @@ class HttpServer(uvicorn.Server):
             self.server_state.default_headers = date + self.config.encoded_headers
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), timeout=1.0)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening; answer those who are already connected.
+
+        Closing a listening socket resets what waits in its queue, and a client cannot tell that from a request that was begun.
+        """
+        queues = [sock.dup() for sock in sockets or ()]
+        for server in self.servers:
+            server.close()
+        waiting = [peer for queue in queues for peer in self._empty(queue)]
+        loop = asyncio.get_running_loop()
+        greetings = [loop.create_task(loop.connect_accepted_socket(self._connection, peer, ssl=self.config.ssl)) for peer in waiting]
+        if greetings:
+            await asyncio.wait(greetings, timeout=FINISH_S)
+        await super().shutdown(sockets)
+
+    def _empty(self, queue: socket.socket) -> Iterator[socket.socket]:
+        """What has connected to `queue` and was not accepted yet; then close it."""
+        with queue:
+            queue.setblocking(False)
+            for _ in range(self.config.backlog):
+                try:
+                    peer = queue.accept()[0]
+                except OSError:
+                    return
+                peer.setblocking(False)
+                yield peer
+
+    def _connection(self) -> Connection:
+        return Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def finish(self) -> None:
         """Stop listening and close connections as they become idle."""
