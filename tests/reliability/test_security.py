@@ -17,7 +17,6 @@ from urllib.parse import quote
 
 import pytest
 from mutations import _places
-from oarlock import extensions
 from oarlock.config.options import BY_NAME, plugin_options
 from oarlock.config.sections import ServerConfig
 from oarlock.engine.process_client import _socket_folder
@@ -28,7 +27,7 @@ from starlette.routing import Route
 from test_odd_values import BODIES, post
 from tiny_model import make_tiny_model
 from toy_frontend import says
-from toy_server import MODEL, Toy, toy_server
+from toy_server import Toy, toy_server
 
 KEY = "a-key-of-the-operator"
 EVENTS: list[tuple[str, str]] = []  # what the interpreter was about to do, while somebody listens
@@ -240,9 +239,3 @@ def test_sockets_between_our_processes_are_the_owners_alone() -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     finally:
         folder.rmdir()
-
-
-def test_sources_of_routes_are_all_known() -> None:
-    """A plugin that adds its routes to the application itself is walked, too: the list above comes from the application."""
-    kinds = {part.kind for _, part in (*extensions.parts("route", "null"), *extensions.parts("routes", "null"))}
-    assert kinds == {"route", "routes"} and MODEL

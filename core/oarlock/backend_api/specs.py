@@ -100,7 +100,6 @@ class Extension:
         model     module or object with model_spec(summary) and weight_specs(summary, spec), made of the records in
                   `backend_api.runtime.model`; the name is the architecture in config.json
         executor  class that runs steps, made and called as core's own executors; --distributed-executor-backend NAME
-        route     function(app) that adds routes to the FastAPI application; the API key guards them
         routes    function(server: RouteServer) that adds `Route`s, which have core's checks, limits, errors and metrics
         sink      function(config) -> an observer with observe(steps) and close(), or None to take no part. `steps` is a list of
                   what the engine said after each step (.stats, .step_s, .outputs); called about once a second, off the step path
@@ -112,7 +111,7 @@ class Extension:
         reasoning_parser  the same for the model's reasoning; --reasoning-parser NAME
     """
 
-    kind: Literal["command", "model", "executor", "route", "routes", "sink", "structured_output", "tool_parser", "reasoning_parser"]
+    kind: Literal["command", "model", "executor", "routes", "sink", "structured_output", "tool_parser", "reasoning_parser"]
     name: str
     factory: str  # import string
     priority: int = 0  # core's own parts have 0; a part of the same kind and name replaces those of lower priority

@@ -1,7 +1,7 @@
 """What the null device answers: the formula, and the command and the route that apply it.
 
 Owns: `next_token`, the made-up distribution, `oarlock null-tokens`, GET /null/tokens.
-Reads: nothing of ours.
+Reads: `backend_api`.
 Never: knows a block or a step.
 
 The next token after tokens t0 … t(n-1) is (t0 + … + t(n-1) + n) mod vocab_size.
@@ -18,7 +18,8 @@ import argparse
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any
+
+from oarlock.backend_api import JsonReply, Route, RouteCall, RouteError, RouteServer
 
 
 def next_token(total: int, count: int, vocab_size: int) -> int:
@@ -65,21 +66,17 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def add_route(app: Any) -> None:
+def add_route(server: RouteServer) -> None:
     """GET /null/tokens?prompt=5,6,7&max_tokens=4: the tokens to expect of the server that answers."""
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse
 
-    async def null_tokens(request: Request) -> JSONResponse:
-        info, query = app.state.oarlock.info, request.query_params
+    async def null_tokens(call: RouteCall) -> JsonReply:
         try:
-            ids, max_tokens = _ids(query.get("prompt", "")), int(query.get("max_tokens", "16"))
+            ids, max_tokens = _ids(call.query.get("prompt", "")), int(call.query.get("max_tokens", "16"))
         except ValueError:
-            text = "Give prompt, a list of token ids such as 5,6,7, and max_tokens, a whole number."
-            return JSONResponse({"error": {"message": text, "type": "invalid_request_error", "param": "prompt", "code": None}}, 400)
-        return JSONResponse({"tokens": answer(ids, min(max_tokens, info.max_model_len), info.vocab_size)})
+            raise RouteError.invalid("prompt", "Give prompt, a list of token ids such as 5,6,7, and max_tokens, a whole number.") from None
+        return JsonReply({"tokens": answer(ids, min(max_tokens, server.max_model_len), server.vocab_size)})
 
-    app.add_route("/null/tokens", null_tokens, methods=["GET"])
+    server.add(Route("GET", "/null/tokens", null_tokens))
 
 
 def _ids(text: str) -> list[int]:

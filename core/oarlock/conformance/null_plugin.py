@@ -38,7 +38,7 @@ def extensions() -> list[Extension]:
     return [
         Extension("executor", NAME, "oarlock.conformance.null_device:NullExecutor"),
         Extension("command", "null-tokens", "oarlock.conformance.null_answers:main", help="print the tokens that --device null answers"),
-        Extension("route", "null-tokens", "oarlock.conformance.null_answers:add_route"),
+        Extension("routes", "null-tokens", "oarlock.conformance.null_answers:add_route"),
     ]
 
 

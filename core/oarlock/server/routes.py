@@ -86,11 +86,11 @@ def plugin_server(app: FastAPI) -> PluginServer:
 def add_plugin_routes(app: FastAPI, device: str) -> None:
     """Let plugins add theirs, once the device is known. Raises PluginError for one that cannot."""
     server = plugin_server(app)
-    for plugin, part in (*extensions.parts("route", device), *extensions.parts("routes", device)):
+    for plugin, part in extensions.parts("routes", device):
         try:
-            extensions.load(part)(server if part.kind == "routes" else app)
+            extensions.load(part)(server)
         except Exception as error:
-            raise PluginError(f"{part.kind} {part.name} of {plugin.distribution} could not be added: {type(error).__name__}: {error}") from error
+            raise PluginError(f"routes {part.name} of {plugin.distribution} could not be added: {type(error).__name__}: {error}") from error
 
 
 def _add(app: FastAPI, state: ServerState, method: str, path: str, endpoint: Endpoint, table: Table | None = None) -> None:
