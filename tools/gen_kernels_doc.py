@@ -118,7 +118,7 @@ def render() -> str:
                 made = kernel_compile.compile_launch(chapter, launch, chip)
                 wrong += kernel_compile.problems(chapter, launch, made)
                 rows += [one for one in made if one.kernel == one.chapter]
-                spills += [f"- {one.kernel}, {one.model}, {one.text}, {one.chip}: {launch.spills}" for one in made if one.spilled]
+                spills += [f"- {one.kernel}, {one.model}, {one.text}, {one.chip}: {launch.spills}" for one in made if one.spilled and one.kernel == one.chapter]
             name = chapter.kernel.partition(":")[2]
             out += [f"### {name.removesuffix('_kernel')}", "", *text_of(kernel_of(chapter)[1].fn.__doc__), *table_of(rows)]
             print(f"{name}: {len(rows)} rows", file=sys.stderr, flush=True)

@@ -5,6 +5,11 @@ Reads: `codes` (the packing and the inner loop), `chip`.
 Never: serves a plain linear: the device's own library does.
 
 Legend: M rows of x, N outputs, K inputs, P programs that share an output's inputs.
+
+Nothing is dequantised beforehand, and a scheme means the same for one row and for thousands: codes are exact in the model's dtype, their products
+with x are summed in float32 over the inputs that share a scale, the sum is multiplied by that scale in float32, and the total is rounded once.
+The weight is the left factor, which tensor cores take from registers, where codes become numbers: two int4 codes by one mask and one or, by the
+layout of `codes`. One row of x is then a narrow tile on the right, not a mostly empty one on the left. The number of rows chooses the tile alone.
 """
 
 from __future__ import annotations
