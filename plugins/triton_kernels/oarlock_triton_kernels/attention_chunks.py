@@ -16,7 +16,9 @@ import triton.language as tl
 
 from oarlock_triton_kernels.cache import PLAIN, as_stored, kind_of
 from oarlock_triton_kernels.chip import chip
-from oarlock_triton_kernels.online import HIDDEN, LOG2E, attend_tile, finished, loaded_queries
+from oarlock_triton_kernels.online import HIDDEN, LOG2E, attend_tile, finished, joined, loaded_queries, new_parts, with_sink
+
+MOST_PARTS, LEAST_KEYS = 8, 256  # of a context that is cut; keys of a part, where the context is as long as it may be
 
 
 @triton.jit
@@ -34,18 +36,21 @@ def row_of(starts_ptr, num_rows, at, STEP: tl.constexpr, RP: tl.constexpr):
 
 @triton.jit
 def attend_chunks_kernel(
-    out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, slopes_ptr, sinks_ptr, scale, softcap, window, num_rows, num_tokens,
+    out_ptr, part_ptr, weight_ptr, q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, slopes_ptr, sinks_ptr, scale, softcap, window,
+    num_rows, num_tokens,
     stride_qt, stride_qh, stride_ot, stride_cb, stride_ch, stride_tr,
     G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, RP: tl.constexpr, KIND: tl.constexpr,
-    DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    DOT: tl.constexpr, PARTS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (T // (M // G) + R + 1, K). Causal attention of a step's new tokens over their rows' paged contexts.
+    """Grid: (T // (M // G) + R + 1, K, PARTS). Causal attention of a step's new tokens over their rows' paged contexts.
 
     A program has M // G tokens of one row with all G query heads of one kv head, so that a tile of keys is read once for all of them. Row r
     starts at program starts[r] // (M // G) + r, whatever the lengths are: the grid needs no value from the device. What lies beyond the last
-    row is one more row, which sees nothing. Long contexts come first. Tiles that every line sees whole have no mask.
+    row is one more row, which sees nothing. Long contexts come first. Tiles that every line sees whole have no mask. Where there are too few
+    programs for the chip, as few new tokens over a long context make, each context is cut into PARTS, and attend_join_kernel joins them.
 
     out_ptr:   [T, H, D]  model dtype, strides (stride_ot, D, 1); tokens of padded rows and beyond the last row become 0
+    part_ptr, weight_ptr: [T, PARTS, H, D] and [T, PARTS, H]  float32, contiguous; in place of out_ptr where PARTS > 1
     q_ptr:     [T, H, D]  model dtype, strides (stride_qt, stride_qh, 1)
     k_ptr, v_ptr: [B, K, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
     table_ptr: [R, W]  int32 block ids, strides (stride_tr, 1)
@@ -60,7 +65,7 @@ def attend_chunks_kernel(
     Bound: the matrix units, from some 100 new tokens on: M = 128 lines do 4 M D FLOP for the 4 D bytes of a key and its value.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head, part = tl.program_id(1), tl.program_id(2)
     TOKENS: tl.constexpr = M // G
     row = row_of(starts_ptr, num_rows, tile, TOKENS, RP)
     first = tl.load(starts_ptr + row)
@@ -79,31 +84,64 @@ def attend_chunks_kernel(
         slope = tl.load(slopes_ptr + head) * LOG2E if HAS_SLOPES else 0.0
         k_head, v_head, table = k_ptr + kv_head * stride_ch, v_ptr + kv_head * stride_ch, table_ptr + row.to(tl.int64) * stride_tr
         sums, peak, total = tl.zeros([M, DP], tl.float32), tl.full([M], HIDDEN, tl.float32), tl.zeros([M], tl.float32)
-        begin, plain = 0, 0
-        if HAS_WINDOW:
-            begin = tl.maximum(lowest_pos - window + 1, 0)
-        else:
-            plain = tl.maximum(lowest_pos + 1, 0) // N * N
-            for key in tl.range(0, plain, N):
+        end = tl.minimum(seq_len, lowest_pos + TOKENS)
+        begin = tl.maximum(lowest_pos - window + 1, 0) if HAS_WINDOW else 0
+        start, stop = begin // N * N, end  # of this part
+        if PARTS > 1:
+            each = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), N), PARTS) * N
+            start += part * each
+            stop = tl.minimum(start + each, end)
+        plain = start
+        if not HAS_WINDOW:
+            plain = tl.maximum(start, tl.minimum(stop, tl.maximum(lowest_pos + 1, 0) // N * N))
+            for key in tl.range(start, plain, N):
                 sums, peak, total = attend_tile(
-                    q, sums, peak, total, key + tl.arange(0, N), query_pos, 0, plain, k_head, v_head, table, factor, softcap, slope, window,
+                    q, sums, peak, total, key + tl.arange(0, N), query_pos, 0, end, k_head, v_head, table, factor, softcap, slope, window,
                     stride_cb, D, S, D, DP, KIND, 0, HAS_CAP, HAS_SLOPES, HAS_WINDOW,
                 )  # fmt: skip
-        end = tl.minimum(seq_len, lowest_pos + TOKENS)
-        for key in tl.range(tl.maximum(begin // N * N, plain), end, N):
+        for key in tl.range(plain, stop, N):
             sums, peak, total = attend_tile(
                 q, sums, peak, total, key + tl.arange(0, N), query_pos, begin, end, k_head, v_head, table, factor, softcap, slope, window,
                 stride_cb, D, S, D, DP, KIND, 2, HAS_CAP, HAS_SLOPES, HAS_WINDOW,
             )  # fmt: skip
-        sink = tl.load(sinks_ptr + head) * LOG2E if HAS_SINKS else 0.0
-        out = finished(sums, peak, total, sink, HAS_SINKS).to(out_ptr.dtype.element_ty)
         d = tl.arange(0, DP)
-        to = (first + token).to(tl.int64) * stride_ot + head * D
-        tl.store(out_ptr + to[:, None] + d[None, :], out, mask=inside[:, None] & (d < D)[None, :])
+        if PARTS == 1:
+            sink = tl.load(sinks_ptr + head) * LOG2E if HAS_SINKS else 0.0
+            to = (first + token).to(tl.int64) * stride_ot + head * D
+            tl.store(out_ptr + to[:, None] + d[None, :], finished(sums, peak, total, sink, HAS_SINKS).to(out_ptr.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+        else:
+            to = ((first + token).to(tl.int64) * PARTS + part) * (tl.num_programs(1) * G) + head
+            tl.store(part_ptr + to[:, None] * D + d[None, :], finished(sums, peak, total, 0.0, False), mask=inside[:, None] & (d < D)[None, :])
+            tl.store(weight_ptr + to, tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-30)), HIDDEN), mask=inside)
 
 
-def sizes(head_width: int, group: int, query_bytes: int, key_bytes: int, tokens: int) -> dict[str, int]:
+@triton.jit
+def attend_join_kernel(
+    out_ptr, part_ptr, weight_ptr, sinks_ptr, stride_ot, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, HAS_SINKS: tl.constexpr
+):  # fmt: skip
+    """Grid: (T, H). Joins the PARTS of each token's head.
+
+    out_ptr:  [T, H, D]  model dtype, strides (stride_ot, D, 1)
+    part_ptr, weight_ptr: [T, PARTS, H, D] and [T, PARTS, H]  float32, contiguous
+    sinks_ptr: [H]  float32
+    DP, C:    D and PARTS rounded up to powers of two
+
+    Reference: oarlock.runtime.reference.attention.ReferenceAttention.attend.
+    Cost: 3 T PARTS H D FLOP; 4 T PARTS H D bytes, and w T H D of results of w bytes.
+    Bound: memory, of some megabytes that are in L2.
+    """
+    token, head, heads, d = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.arange(0, DP)
+    sums, peak, total = tl.zeros([DP], tl.float32), tl.full([], HIDDEN, tl.float32), tl.full([], 0.0, tl.float32)
+    sums, peak, total = joined(sums, peak, total, part_ptr, weight_ptr, token * PARTS, PARTS, heads, head, D, DP, C)
+    sums, total = with_sink(sums, peak, total, sinks_ptr, head, HAS_SINKS)
+    done = (sums / tl.maximum(total, 1e-30)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token.to(tl.int64) * stride_ot + head * D + d, done, mask=d < D)
+
+
+def sizes(head_width: int, group: int, query_bytes: int, key_bytes: int, tokens: int, *, is_cut: bool) -> dict[str, int]:
     """M, N, warps and stages for heads of `head_width` (a power of two), values of so many bytes, and `tokens` in the longest chunk.
+
+    Whether contexts are cut counts for wide heads: to write parts takes registers.
 
     A chip with much shared memory takes larger tiles, and two of them in flight: Triton keeps one for each two stages, for keys wait for
     the table.
@@ -111,7 +149,7 @@ def sizes(head_width: int, group: int, query_bytes: int, key_bytes: int, tokens:
     has_room, is_wide, least = chip().shared_bytes >= 200_000, head_width > 128, triton.next_power_of_2(group)
     if query_bytes == 4:  # no matrix units on most chips: sums and operands are in registers
         return {"M": max(32 if is_wide else 64, least), "N": 16, "num_warps": 8, "num_stages": 3}
-    lines = max(64 if tokens * group <= 64 or (is_wide and not has_room) else 128, least)
+    lines = max(64 if tokens * group <= 64 or (is_wide and (is_cut or not has_room)) else 128, least)
     keys = 64 if lines >= 128 and not is_wide and (key_bytes == 2 or has_room) else 32
     return {"M": lines, "N": keys, "num_warps": 8 if lines >= 128 or is_wide else 4, "num_stages": 5 if has_room and not is_wide else 3}
 
@@ -139,15 +177,32 @@ def attend_chunks(
     out = torch.empty((num_tokens, heads, head_dim), dtype=query.dtype, device=query.device)
     if not num_tokens:
         return out
-    size = sizes(width, group, query.element_size(), keys.element_size(), max_q)
-    tiles = num_tokens // (size["M"] // group) + num_rows + 1
-    attend_chunks_kernel[(tiles, kv_heads)](
-        out, query, keys, values, block_tables, seq_lens, query_start_loc, slopes, sinks, scale, softcap or 1.0, window or 0, num_rows, num_tokens,
-        *query.stride()[:2], out.stride(0), *keys.stride()[:2], block_tables.stride(0),
-        G=group, S=keys.shape[2], D=head_dim, DP=width, RP=triton.next_power_of_2(num_rows + 1), KIND=kind, DOT=product_type(query.dtype, kind), HAS_CAP=softcap is not None,
-        HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None, HAS_WINDOW=window is not None, **size,
+    most_keys = min(block_tables.shape[1] * keys.shape[2], (window or 1 << 40) + max_q)
+    tiles = parts = 1
+    for is_cut in (False, True):
+        size = sizes(width, group, query.element_size(), keys.element_size(), max_q, is_cut=is_cut)
+        tiles = num_tokens // (size["M"] // group) + num_rows + 1
+        parts = num_parts(tiles * kv_heads, most_keys)
+        if parts == 1:
+            break
+    part, weight = new_parts(out, num_tokens * parts) if parts > 1 else (out, out)
+    attend_chunks_kernel[(tiles, kv_heads, parts)](
+        out, part, weight, query, keys, values, block_tables, seq_lens, query_start_loc, slopes, sinks, scale, softcap or 1.0, window or 0, num_rows,
+        num_tokens, *query.stride()[:2], out.stride(0), *keys.stride()[:2], block_tables.stride(0),
+        G=group, S=keys.shape[2], D=head_dim, DP=width, RP=triton.next_power_of_2(num_rows + 1), KIND=kind, DOT=product_type(query.dtype, kind),
+        PARTS=parts, HAS_CAP=softcap is not None, HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None, HAS_WINDOW=window is not None, **size,
     )  # fmt: skip
+    if parts > 1:
+        attend_join_kernel[(num_tokens, heads)](
+            out, part, weight, sinks, out.stride(0), D=head_dim, DP=width, PARTS=parts, C=triton.next_power_of_2(parts), HAS_SINKS=sinks is not None,
+            num_warps=1,
+        )  # fmt: skip
     return out
+
+
+def num_parts(programs: int, most_keys: int) -> int:
+    """Into how many parts a context of at most `most_keys` is cut where this many programs would run: two a unit are enough."""
+    return max(1, min(MOST_PARTS, 2 * chip().units // programs, most_keys // LEAST_KEYS))
 
 
 def product_type(query: torch.dtype, kind: int) -> tl.dtype:

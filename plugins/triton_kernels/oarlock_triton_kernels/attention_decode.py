@@ -32,7 +32,7 @@ import triton.language as tl
 from oarlock_triton_kernels.attention_chunks import product_type, row_of
 from oarlock_triton_kernels.cache import as_stored, kind_of
 from oarlock_triton_kernels.chip import chip
-from oarlock_triton_kernels.online import HIDDEN, LOG2E, attend_tile, finished, loaded_queries
+from oarlock_triton_kernels.online import HIDDEN, LOG2E, attend_tile, finished, joined, loaded_queries, new_parts, with_sink
 
 LEAST_TILES = 2  # a program has no less work than this, else joining the parts costs more than it saves
 PREFIX_ROWS = 8  # fewer rows are not worth looking for a shared prefix
@@ -228,23 +228,6 @@ def attend_prefix_kernel(
 
 
 @triton.jit
-def joined(sums, peak, total, part_ptr, weight_ptr, slot, count, stride, head, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr):
-    """(sums [DP], peak, total) after `count` parts from `slot` on, `stride` heads apart, C at a time."""
-    d = tl.arange(0, DP)
-    for c in tl.range(0, count, C):
-        at = (slot + c + tl.arange(0, C)).to(tl.int64) * stride + head
-        here = c + tl.arange(0, C) < count
-        weight = tl.load(weight_ptr + at, mask=here, other=HIDDEN)
-        part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0)
-        top = tl.maximum(peak, tl.max(weight, 0))
-        share = tl.exp2(weight - top)
-        sums = sums * tl.exp2(peak - top) + tl.sum(part * share[:, None], 0)
-        total = total * tl.exp2(peak - top) + tl.sum(share, 0)
-        peak = top
-    return sums, peak, total
-
-
-@triton.jit
 def attend_merge_kernel(
     out_ptr, part_ptr, weight_ptr, prefix_part_ptr, prefix_weight_ptr, numbers_ptr, sinks_ptr, num_rows, programs, parts, stride_or,
     D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -272,11 +255,7 @@ def attend_merge_kernel(
             sums, peak, total = joined(sums, peak, total, part_ptr, weight_ptr, begin + row, end - begin + 1, heads, head, D, DP, C)
             if prefix > 0:
                 sums, peak, total = joined(sums, peak, total, prefix_part_ptr, prefix_weight_ptr, row * parts, parts, heads, head, D, DP, C)
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + head) * LOG2E
-            top = tl.maximum(peak, sink)
-            sums *= tl.exp2(peak - top)
-            total = total * tl.exp2(peak - top) + tl.exp2(sink - top)
+        sums, total = with_sink(sums, peak, total, sinks_ptr, head, HAS_SINKS)
         d = tl.arange(0, DP)
         done = (sums / tl.maximum(total, 1e-30)).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row.to(tl.int64) * stride_or + head * D + d, done, mask=d < D)
@@ -302,7 +281,7 @@ def attend_decodes(
     out = torch.empty((num_rows, heads, head_dim), dtype=query.dtype, device=query.device)
     table, item = plan.block_tables, keys.element_size()
     programs = num_programs(kv_heads, num_rows * triton.cdiv(table.shape[1] * block_size, plan.keys))
-    part, weight = _parts(out, programs + num_rows)
+    part, weight = new_parts(out, programs + num_rows)
     lines = {"G": group, "S": block_size, "D": head_dim, "DP": width, "N": plan.keys, "KIND": kind, "DOT": product_type(query.dtype, kind)}
     lines |= {"HAS_CAP": softcap is not None, "HAS_SLOPES": slopes is not None}
     steps = (*query.stride()[:2], *keys.stride()[:2], table.stride(0))
@@ -317,7 +296,7 @@ def attend_decodes(
         tile = max(triton.next_power_of_2(group), min(most, triton.next_power_of_2(num_rows * group)), 16)
         row_tiles = triton.cdiv(num_rows, tile // group)
         parts = max(1, min(PREFIX_PARTS, 2 * chip().units // (row_tiles * kv_heads)))
-        prefix_part, prefix_weight = _parts(out, num_rows * parts)
+        prefix_part, prefix_weight = new_parts(out, num_rows * parts)
         attend_prefix_kernel[(row_tiles, kv_heads, parts)](
             prefix_part, prefix_weight, query, keys, values, table, plan.seq_lens, plan.numbers, slopes, scale, softcap or 1.0, num_rows, *steps,
             M=tile, num_stages=3, num_warps=8 if query.dtype == torch.float32 else 4, **lines,
@@ -332,11 +311,6 @@ def attend_decodes(
 def num_programs(kv_heads: int, most_tiles: int) -> int:
     """P: two programs a unit over all kv heads, and no more than there can be work for."""
     return max(1, min(2 * chip().units // kv_heads, triton.cdiv(most_tiles, LEAST_TILES)))
-
-
-def _parts(out: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.empty((count, *out.shape[1:]), dtype=torch.float32, device=out.device)
-    return made, torch.empty((count, out.shape[1]), dtype=torch.float32, device=out.device)
 
 
 def _stages(keys: int, width: int, itemsize: int) -> int:

@@ -117,7 +117,7 @@ def write_kv(cache: tuple[torch.Tensor, ...], key: torch.Tensor, value: torch.Te
         return
     keys, values = (as_stored(tensor) for tensor in cache)
     width = max(triton.next_power_of_2(head_dim), 16)
-    lines = max(2048 // width, 1)
+    lines = max(4096 // width, 1)
     write_kv_kernel[(triton.cdiv(num_tokens, lines), heads)](
         keys, values, key, value, slots, num_tokens, *key.stride()[:2], *value.stride()[:2], *keys.stride()[:2],
         S=keys.shape[2], D=head_dim, DP=width, LINES=lines, KIND=kind_of(cache[0].dtype), num_warps=4,

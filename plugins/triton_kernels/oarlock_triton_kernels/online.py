@@ -1,4 +1,4 @@
-"""Pieces that the attention kernels share: one tile of the online softmax, and its end.
+"""Pieces that the attention kernels share: one tile of the online softmax, its end, and how parts of it are joined.
 
 Legend: M query lines of a program, N keys of a tile, D head size, DP the power of two that holds it, S slots of a block.
 
@@ -14,6 +14,7 @@ Source: online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867; FlashAtte
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -101,3 +102,37 @@ def loaded_queries(q_ptr, lines, inside, D: tl.constexpr, DP: tl.constexpr, dtyp
     wide = q.to(tl.float32)
     top = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
     return (wide / top[:, None]).to(dtype), top
+
+
+@triton.jit
+def joined(sums, peak, total, part_ptr, weight_ptr, slot, count, stride, head, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr):
+    """(sums [DP], peak, total) after `count` parts from `slot` on, `stride` heads apart, C at a time."""
+    d = tl.arange(0, DP)
+    for c in tl.range(0, count, C):
+        at = (slot + c + tl.arange(0, C)).to(tl.int64) * stride + head
+        here = c + tl.arange(0, C) < count
+        weight = tl.load(weight_ptr + at, mask=here, other=HIDDEN)
+        part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0)
+        top = tl.maximum(peak, tl.max(weight, 0))
+        share = tl.exp2(weight - top)
+        sums = sums * tl.exp2(peak - top) + tl.sum(part * share[:, None], 0)
+        total = total * tl.exp2(peak - top) + tl.sum(share, 0)
+        peak = top
+    return sums, peak, total
+
+
+@triton.jit
+def with_sink(sums, peak, total, sinks_ptr, head, HAS_SINKS: tl.constexpr):
+    """(sums, total) of one head after its sink, which has weight and no value."""
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head) * LOG2E
+        top = tl.maximum(peak, sink)
+        sums = sums * tl.exp2(peak - top)
+        total = total * tl.exp2(peak - top) + tl.exp2(sink - top)
+    return sums, total
+
+
+def new_parts(out: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for parts of results as `out`: attention over some keys [count, num_heads, head_dim], and log2 of its weight [count, num_heads]."""
+    made = torch.empty((count, *out.shape[1:]), dtype=torch.float32, device=out.device)
+    return made, torch.empty((count, out.shape[1]), dtype=torch.float32, device=out.device)

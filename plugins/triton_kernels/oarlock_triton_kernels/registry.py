@@ -92,6 +92,7 @@ CHAPTERS: tuple[Chapter, ...] = (
     Chapter("cache:write_kv_kernel", "launches.attention:write_kv"),
     Chapter("qkv:qkv_kernel", "launches.attention:write_qkv"),
     Chapter("attention_chunks:attend_chunks_kernel", "launches.attention:chunks", has_products=True),
+    Chapter("attention_chunks:attend_join_kernel", "launches.attention:join"),
     Chapter("attention_decode:plan_decodes_kernel", "launches.attention:plan"),
     Chapter("attention_decode:attend_split_kernel", "launches.attention:split", has_products=True),
     Chapter("attention_decode:attend_prefix_kernel", "launches.attention:prefix", has_products=True),

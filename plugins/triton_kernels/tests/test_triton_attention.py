@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ import triton
 import triton.language as tl
 from oarlock.backend_api.runtime import AttentionParams
 from oarlock.conformance.references import ReferenceAttention
+from oarlock_triton_kernels import attention_chunks
 from oarlock_triton_kernels import cache as stored
 from oarlock_triton_kernels.attention import TritonAttention
-from oarlock_triton_kernels.attention_chunks import attend_chunks
+from oarlock_triton_kernels.attention_chunks import attend_chunks, num_parts
 from oarlock_triton_kernels.attention_decode import LEAST_TILES, PREFIX_KEYS, attend_decodes, num_programs, plan_decodes
+from oarlock_triton_kernels.chip import Chip
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 32, 16
 
@@ -102,6 +105,21 @@ def test_alibi_and_sinks_of_chunks(name):
     for row, (at, count) in enumerate(zip(start.tolist(), new, strict=False)):
         check(out[at : at + count], dense(query[at : at + count], given.keys[row], given.values[row], 0.2, **features))
     assert not out[29:].any()
+
+
+@pytest.mark.parametrize("features", [{}, {**FEATURES["all"], "window": 600}, {"window": 530, "sinks": FEATURES["all"]["sinks"]}], ids=["plain", "all", "window"])
+def test_few_new_tokens_over_a_long_context_are_cut_into_parts(features):
+    given, new = rows([1400, 700, 3], seed=5), [5, 9, 3]
+    start = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
+    query = torch.randn(18, HEADS, DIM, generator=torch.Generator().manual_seed(1))  # one token is padding
+    assert num_parts(4 * KV_HEADS, given.tables.shape[1] * BLOCK) == 1, "more programs would do"
+    chips = Chip(units=100, shared_bytes=98_304, fp8=frozenset())
+    with mock.patch.object(attention_chunks, "chip", lambda: chips):
+        assert num_parts(4 * KV_HEADS, given.tables.shape[1] * BLOCK) > 4
+        out = attend_chunks(query, given.cache, given.tables, given.lens, start, max(new), 0.2, **features)
+    for row, (at, count) in enumerate(zip(start.tolist(), new, strict=False)):
+        check(out[at : at + count], dense(query[at : at + count], given.keys[row], given.values[row], 0.2, **features))
+    assert not out[17:].any()
 
 
 def test_core_gives_the_slopes_by_its_parameters():

@@ -85,12 +85,19 @@ def chunks() -> Iterator[Launch]:
     for model in MODELS:
         yield Launch(model.name, "chunk of 2048", partial(_chunks, model, 2048, 1, torch.bfloat16, None), quick=model is LLAMA)
     yield Launch(GEMMA.name, "chunk of 2048, window", partial(_chunks, GEMMA, 2048, 1, torch.bfloat16, GEMMA.window))
+    yield Launch(LLAMA.name, "chunk of 64 over 8k", partial(_chunks, LLAMA, 64, 1, torch.bfloat16, None))
     yield Launch(LLAMA.name, "4 chunks, 12 tokens", partial(_chunks, LLAMA, 12, 4, torch.bfloat16, None))
     for name, kept in FP8.items():
         yield Launch(LLAMA.name, f"chunk of 2048, {name}", partial(_chunks, LLAMA, 2048, 1, kept, None))
     for model, spills in ((LLAMA, ""), (GEMMA, "8 bytes on sm_100, whose assembler holds itself to 128 registers there")):
         call = partial(_chunks, model, 2048, 1, torch.float32, None)
         yield Launch(model.name, "chunk of 2048, float32", call, spills=spills, no_products=EXACT)
+
+
+def join() -> Iterator[Launch]:
+    """Few new tokens over a long context."""
+    for model in MODELS:
+        yield Launch(model.name, "chunk of 64 over 8k", partial(_chunks, model, 64, 1, torch.bfloat16, None), quick=model is LLAMA)
 
 
 def plan() -> Iterator[Launch]:
