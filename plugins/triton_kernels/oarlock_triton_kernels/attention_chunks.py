@@ -105,13 +105,15 @@ def attend_chunks_kernel(
                 stride_cb, D, S, D, DP, KIND, 2, HAS_CAP, HAS_SLOPES, HAS_WINDOW,
             )  # fmt: skip
         d = tl.arange(0, DP)
+        stored = inside[:, None] & (d < D)[None, :]
         if PARTS == 1:
             sink = tl.load(sinks_ptr + head) * LOG2E if HAS_SINKS else 0.0
             to = (first + token).to(tl.int64) * stride_ot + head * D
-            tl.store(out_ptr + to[:, None] + d[None, :], finished(sums, peak, total, sink, HAS_SINKS).to(out_ptr.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+            done = finished(sums, peak, total, sink, HAS_SINKS).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + to[:, None] + d[None, :], done, mask=stored)
         else:
             to = ((first + token).to(tl.int64) * PARTS + part) * (tl.num_programs(1) * G) + head
-            tl.store(part_ptr + to[:, None] * D + d[None, :], finished(sums, peak, total, 0.0, False), mask=inside[:, None] & (d < D)[None, :])
+            tl.store(part_ptr + to[:, None] * D + d[None, :], finished(sums, peak, total, 0.0, False), mask=stored)
             tl.store(weight_ptr + to, tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-30)), HIDDEN), mask=inside)
 
 
