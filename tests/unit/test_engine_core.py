@@ -11,7 +11,7 @@ from oarlock.config.sections import EngineConfig, ModelConfig, SchedulerConfig
 from oarlock.engine.core import EngineCore
 from oarlock.errors import ConfigError
 from oarlock.executor.base import Executor
-from oarlock.messages import WorkerReady
+from oarlock.messages import Abort, WorkerReady
 from oarlock.shapes import BIAS_BUCKET, BucketTable
 from toy_frontend import SUMMARY
 
@@ -89,3 +89,12 @@ def test_longest_request_is_the_schedulers():
 def test_biases_are_bounded_where_shapes_are():
     assert core(READY).info.max_logit_bias == 0
     assert core(replace(READY, buckets=BUCKETS)).info.max_logit_bias == BIAS_BUCKET
+
+
+def test_an_abort_is_told_of_by_one_more_step():
+    """A stop string ends a request without an output: whoever watches the counters must hear of it all the same."""
+    made = core(READY)
+    assert not made.has_work()
+    made.abort(Abort("gone", "stop"))
+    assert made.has_work()
+    assert made.step().outputs == () and not made.has_work()

@@ -42,6 +42,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, Pending]] = deque()
         self._ready_outputs: list[EngineOutput] = []
         self._compiles = 0
+        self._unreported = False  # something ended of which no step has told
         self._grammars, self._grammar_states = make_grammars(config, executor.device_name, vocabulary_source(config, summary))
         ready = self._handshake()
         self.scheduler = self._make_scheduler(ready)
@@ -91,12 +92,13 @@ class EngineCore:
         self._ready_outputs += self.scheduler.add_request(request)
 
     def abort(self, abort: Abort) -> None:
-        """End a request or a branch; its terminal output comes out of the next step."""
+        """End a request or a branch; its terminal output comes out of the next step, and the counters without it."""
         self._ready_outputs += self.scheduler.abort(abort)
+        self._unreported = True
 
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        return bool(self._in_flight or self._ready_outputs) or self.scheduler.has_unfinished()
+        return bool(self._in_flight or self._ready_outputs or self._unreported) or self.scheduler.has_unfinished()
 
     # ------------------------------------------------------------ the loop
     def step(self) -> EngineOutputs:
@@ -107,7 +109,7 @@ class EngineCore:
             KeyboardInterrupt, SystemExit: what a step raised to end the program. Its requests have failed, and the next step says so.
         """
         started = time.monotonic()
-        outputs, self._ready_outputs = self._ready_outputs, []
+        outputs, self._ready_outputs, self._unreported = self._ready_outputs, [], False
         outputs += self.scheduler.end_overdue()
         outputs += self.scheduler.settle_constraints()
         while len(self._in_flight) < self.max_in_flight:

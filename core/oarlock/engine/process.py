@@ -49,7 +49,7 @@ class EngineProcess:
                 continue
             outputs = core.step()
             now = time.monotonic()
-            if outputs.outputs or outputs.num_step_tokens or now - self.reported_s > REPORT_EVERY_S:
+            if outputs.outputs or outputs.num_step_tokens or not core.has_work() or now - self.reported_s > REPORT_EVERY_S:
                 self.reported_s = now
                 self.outbox.send(wire.pack(wire.OUTPUTS, outputs))
             if not outputs.outputs and (not outputs.step_s or outputs.stats.num_running == 0):
