@@ -27,6 +27,7 @@ NOT_BUILT_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"
 
 CHECKPOINT_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
+CONTEXT_IS = "this model's maximum context length is"  # clients that shorten the conversation and try again look for these words
 PROBE_FROM = 16  # bytes of text for each token of the context, from which only the beginning is tokenised first
 CHARS_A_TOKEN = 32  # characters for each token of the context that may be tokenised though they need not fit it
 PROBE_SLACK = 256  # tokens by which the last word of a beginning may differ from the same word in the whole text
@@ -225,8 +226,8 @@ class InputProcessor:
         if bounded and num_bytes > limit and num_bytes > limit * self.max_token_bytes:
             least = -(-num_bytes // self.max_token_bytes)
             raise PromptTooLong(
-                f"{param} is {num_bytes} bytes of text and so at least {least} tokens, but the context (max_model_len) is {limit} tokens; "
-                "shorten it.",
+                f"{param} is {num_bytes} bytes of text and so at least {least} tokens, but {CONTEXT_IS} {limit} tokens "
+                "(max_model_len); shorten it.",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -251,8 +252,8 @@ class InputProcessor:
         least = len(self.tokenizer.encode(text[: PROBE_FROM // 2 * limit], add_special_tokens=False)) if self.tokenizer else 0
         if least > limit + PROBE_SLACK:
             raise PromptTooLong(
-                f"{param} begins with {least} tokens in its first {PROBE_FROM // 2 * limit} characters alone, but the context (max_model_len) "
-                f"is {limit} tokens; shorten it.",
+                f"{param} begins with {least} tokens in its first {PROBE_FROM // 2 * limit} characters alone, but {CONTEXT_IS} "
+                f"{limit} tokens (max_model_len); shorten it.",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -477,7 +478,7 @@ class InputProcessor:
 
     def _room(self, prompt_len: int, params: SamplingParams, param: str, max_tokens_param: str) -> int:
         """max_tokens as a number, checked against the context and against what the KV cache can ever hold. No name of it: nothing is generated."""
-        limits = [(self.info.max_model_len, "the context (max_model_len) is {} tokens", "or serve with a larger max_model_len")]
+        limits = [(self.info.max_model_len, CONTEXT_IS + " {} tokens (max_model_len)", "or serve with a larger max_model_len")]
         if self.info.max_prompt_tokens:
             limits.append((self.info.max_prompt_tokens, "the KV cache can hold {} tokens of one request", "or give the KV cache more memory"))
         limit, what, remedy = min(limits, key=lambda entry: entry[0])

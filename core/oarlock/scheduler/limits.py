@@ -41,8 +41,8 @@ class Limits:
         most = self._max_model_len - (1 if request.params.max_tokens != 0 and request.source.pooling is None else 0)
         if length > most:
             return ErrorInfo(
-                f"the prompt has {length} tokens, but at most {most} fit: the context is {self._max_model_len} tokens, "
-                "output included; shorten it",
+                f"the prompt has {length} tokens, but at most {most} fit: this model's maximum context length is "
+                f"{self._max_model_len} tokens, output included; shorten it",
                 param="prompt", code="context_length_exceeded",
             )  # fmt: skip
         if not self._config.enable_chunked_prefill and length > self.whole:
