@@ -155,7 +155,8 @@ def constrain(params: SamplingParams, use: ToolUse, parsers: Parsers) -> Samplin
         places = {f"f{at}": _rooted(one, f"f{at}") for at, one in enumerate(use.functions.values())}
         schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": places}
         schema |= {} if use.max_calls is None else {"maxItems": use.max_calls}
-    return replace(params, structured_outputs=StructuredOutputs(json=cast("Any", schema), param="tools"))
+    # Clients of servers that close such objects leave additionalProperties out, and a function cannot be called with what it does not know.
+    return replace(params, structured_outputs=StructuredOutputs(json=cast("Any", schema), disable_additional_properties=True, param="tools"))
 
 
 def _rooted(schema: Mapping[str, Any], place: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pytest
 import toy_grammars
 from oarlock_structured_output import child, frames, vocabulary
 from oarlock_structured_output.runaway import LIMIT, JsonRun, Leads
+from oarlock_structured_output.schema import closed
 
 LIBRARIES = {"llguidance": "llguidance", "outlines": "outlines_core", "lm_format_enforcer": "lmformatenforcer"}
 NAMES = [pytest.param(name, marks=pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=f"{library} is not installed")) for name, library in LIBRARIES.items()]
@@ -236,6 +237,34 @@ def test_objects_are_closed_where_that_is_wanted(llguidance: Any) -> None:
     for seed in range(8):
         found, is_whole = walk(llguidance, specification("json", text, disable_additional_properties=True), seed)
         assert is_whole and json.loads(found) == {"a": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed_at"),
+    [
+        ({"type": "object", "properties": {}}, ["."]),
+        ({"type": "object"}, []),  # lists nothing: free-form
+        ({"type": "object", "properties": {"o": {"type": "object"}}}, ["."]),
+        ({"type": "object", "properties": {"o": {"properties": {"x": {}}}}, "additionalProperties": True}, ["o"]),
+        ({"properties": {"o": {}}, "patternProperties": {"^x": {}}}, []),
+        ({"allOf": [{"properties": {"o": {}}}, {"properties": {"p": {}}}]}, []),  # each would refuse the other's
+        ({"properties": {"o": {}}, "anyOf": [{"properties": {"p": {}}}, {"properties": {"q": {}}}]}, []),
+        ({"anyOf": [{"properties": {"o": {}}}, {"type": "null"}]}, ["anyOf0"]),
+        ({"items": {"properties": {"o": {}}}}, ["items"]),
+        ({"$ref": "#/$defs/d", "$defs": {"d": {"properties": {"o": {}}}}}, ["$defs"]),
+        ({"properties": {"o": {}}, "if": {"properties": {"o": {}}}, "then": {"properties": {"p": {}}}}, []),
+        ({"enum": [{"properties": {}}]}, []),
+    ],
+)  # fmt: skip
+def test_only_objects_whose_properties_are_listed_in_one_place_are_closed(schema: dict[str, Any], closed_at: list[str]) -> None:
+    made = closed(schema)
+    parts = {
+        ".": made, "items": made.get("items"), "anyOf0": (made.get("anyOf") or [None])[0], "$defs": made.get("$defs", {}).get("d"),
+        "o": made.get("properties", {}).get("o"),
+    }  # fmt: skip
+    before = json.dumps(schema).count("additionalProperties")
+    assert [name for name, part in parts.items() if part and part.get("additionalProperties") is False] == closed_at
+    assert json.dumps(made).count("additionalProperties") == before + len(closed_at)
 
 
 # ---------------------------------------------------------------- options
