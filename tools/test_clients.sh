@@ -28,8 +28,8 @@ for name in "${names[@]}"; do
     "$venv/bin/python" -m pip install -q --disable-pip-version-check -r "$folder/requirements.txt"
     echo "$key" >"$venv/.installed"
   fi
-  client=$(head -n 1 "$folder/requirements.txt" | cut -d= -f1)
-  "$venv/bin/python" -m pytest -c /dev/null --rootdir "$folder" --confcutdir tests/clients -p no:cacheprovider -o asyncio_default_fixture_loop_scope=function -q -rfEx \
+  client=$(head -n 1 "$folder/requirements.txt" | grep -o '^[a-z_-]*')
+  "$venv/bin/python" -m pytest -c /dev/null --rootdir "$folder" --confcutdir tests/clients -p no:cacheprovider -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=session -o asyncio_default_test_loop_scope=session -q -rfEx \
     --client "$client" --report "docs/clients/$name.md" "$folder" || status=$?
 done
 exit "$status"

@@ -43,7 +43,7 @@ def oarlock(*flags: str, key: str = "") -> Iterator[str]:
         finally:
             process.terminate()
             code = process.wait(40)
-        assert code == 0 and "Traceback" not in log.read(), Path(log.name).read_text()
+        assert code == 0 and "Traceback" not in log.read(), f"ended with {code}:\n{Path(log.name).read_text()}"
 
 
 def _is_ready(url: str) -> bool:
