@@ -35,16 +35,15 @@ class Zygote:
 
     def run(self) -> None:
         """Take orders until the engine hangs up, then end every grammar."""
-        signal.signal(signal.SIGCHLD, self._reap)
         try:
             while (order := self._order()) is not None:
+                self._reap()
                 kind, grammar, end = order
                 if kind == b"N" and end is not None:
                     self._fork(grammar, end)
                 elif kind == b"K" and grammar in self._pids:
                     os.kill(self._pids[grammar], signal.SIGKILL)
         finally:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for pid in self._pids.values():
                 os.kill(pid, signal.SIGKILL)
 
@@ -60,17 +59,18 @@ class Zygote:
         return kind, grammar, ends[0] if ends else None
 
     def _fork(self, grammar: int, end: socket.socket) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it may end before its pid is noted
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no more processes, no memory: this grammar's fault alone
+            with end, contextlib.suppress(OSError):
+                end.sendall(frames.frame(b"E", f"no process can be started for it now: {error.strerror}; send the request again".encode()))
+            return
         if pid:
             self._pids[grammar] = pid
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             end.close()
             return
         code = 1
         try:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             _die_with_parent()
             self._control.close()
             with contextlib.suppress(ConnectionError, MemoryError):
@@ -79,7 +79,11 @@ class Zygote:
         finally:
             os._exit(code)
 
-    def _reap(self, *_: Any) -> None:
+    def _reap(self) -> None:
+        """Forget those that have ended: here alone, between two orders, is a pid given back, so a known pid is nobody else's.
+
+        Each end of a grammar's process is followed by an order, as the engine hears of it: few are left unforgotten.
+        """
         while True:
             try:
                 pid, _status = os.waitpid(-1, os.WNOHANG)
@@ -99,6 +103,7 @@ def _die_with_parent() -> None:
 def main() -> int:
     """Load, say so, and serve."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the system itself gives pids back
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the engine's to judge
     try:
         source, argument = json.load(sys.stdin)

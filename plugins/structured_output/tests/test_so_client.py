@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from grammar_clients import Wanted, children, wait
@@ -77,6 +78,30 @@ def test_many_hanging_compiles_end_one_after_another(make: Make) -> None:
         problems |= {branch: why for branch, _, _, why in client.answers(0.1)}
         assert len(children()) <= 3, "two compile at one time"
     assert all("--grammar-time" in why for why in problems.values())
+
+
+def test_a_pid_is_given_back_only_between_two_orders(make: Make) -> None:
+    """The process that forks once waited for its children in a signal handler, lost one of many, and then ended at an order to kill it."""
+    client = make()
+    client.ask(1, Wanted("regex", "aaa"), 0, ())
+    assert wait(client, 1)[2] == ""
+    forker, grammar = sorted(children())
+    os.kill(grammar, signal.SIGKILL)
+    time.sleep(0.2)
+    assert Path(f"/proc/{grammar}/stat").read_text().rpartition(")")[2].split()[:2] == ["Z", str(forker)]
+    client.answers(0.1)  # it hears of the end, and orders the next
+    client.ask(1, Wanted("regex", "aaa"), 0, ())
+    assert wait(client, 1)[2] == "" and not Path(f"/proc/{grammar}").exists()
+
+
+def test_a_process_that_cannot_be_forked_is_its_own_grammars_fault(make: Make) -> None:
+    client = make(argument="no processes")
+    client.ask(1, Wanted("regex", "aaa"), 0, ())
+    assert wait(client, 1)[2] == ""
+    client.ask(2, Wanted("regex", "another"), 0, ())
+    assert "no process can be started for it now" in wait(client, 2)[2]
+    client.ask(1, Wanted("regex", "aaa"), 0, (97,))
+    assert wait(client, 1) == (A, False, "")
 
 
 def test_a_mask_that_hangs_fails_its_branch(make: Make) -> None:

@@ -7,6 +7,7 @@ Never: is imported by the package.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from typing import Any
@@ -24,14 +25,24 @@ def encode(text: str) -> list[int]:
 
 
 def vocabulary(argument: str) -> tuple[list[bytes], list[int], list[int], Any]:
-    """What core's source gives; "broken" raises."""
+    """What core's source gives; "broken" raises, and after "no processes" this process gets one child and no more."""
     if argument == "broken":
         raise ValueError("the tokenizer is not there")
+    if argument == "no processes":
+        fork, left = os.fork, [1]
+
+        def limited() -> int:
+            if not left:
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            left.pop()
+            return fork()
+
+        os.fork = limited
     return TOKENS, [END, CALL], [END], encode
 
 
 class Engine:
-    """Compiles "hang", "eat", "crash", "slow N" and "mask-hang"; everything else allows the byte a for ever."""
+    """Compiles "hang", "eat", "crash", "wrong", "slow N" and "mask-hang"; everything else allows the byte a for ever."""
 
     def __init__(self, found: Any) -> None:
         self.vocabulary = found
@@ -45,6 +56,8 @@ class Engine:
             kept = []
             while True:
                 kept.append(b"x" * (8 << 20))
+        if text == "wrong":
+            raise ValueError("it is wrong")
         if text == "crash":
             os.abort()
         if text.startswith("slow"):
