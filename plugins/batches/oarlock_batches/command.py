@@ -1,7 +1,7 @@
 """`oarlock run-batch -i IN -o OUT MODEL …`: start a server on a private socket, answer a file of requests, stop the server.
 
 Owns: the server process, the order and the file of the answers, the exit code.
-Reads: `lines`.
+Reads: `lines`, `private`.
 Never: leaves half a file in place of the output, or a process behind.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import secrets
 import shutil
@@ -23,9 +24,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import httpx
-
 from oarlock_batches.lines import LineError, answer_line, read_line, refused_line
+from oarlock_batches.private import PrivateClient
 
 MAX_LINE = 32 << 20  # bytes
 READY_S = 0.2  # between two looks at a server that loads
@@ -116,26 +116,24 @@ async def _serve_all(
     process: subprocess.Popen[bytes], socket: Path, key: str, requests: BinaryIO, answers: BinaryIO, concurrency: int
 ) -> tuple[int, int]:
     """`_answer_all` once the server is ready. Raises _ServerEnded."""
-    transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=httpx.Limits(max_connections=None))
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://batch", headers=headers, timeout=None) as client:
+    with contextlib.closing(PrivateClient(socket, key)) as client:
         while not await _is_ready(client):
             if process.poll() is not None:
                 raise _ServerEnded(process.returncode)
             await asyncio.sleep(READY_S)
         try:
             return await _answer_all(client, requests, answers, concurrency)
-        except httpx.TransportError:
+        except ConnectionError:
             raise _ServerEnded(await asyncio.to_thread(process.wait, STOP_S)) from None
 
 
-async def _is_ready(client: httpx.AsyncClient) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return (await client.get("/health")).status_code == 200
+async def _is_ready(client: PrivateClient) -> bool:
+    with contextlib.suppress(OSError):
+        return (await client.ask("GET", "/health")).status == 200
     return False
 
 
-async def _answer_all(client: httpx.AsyncClient, requests: BinaryIO, answers: BinaryIO, concurrency: int) -> tuple[int, int]:
+async def _answer_all(client: PrivateClient, requests: BinaryIO, answers: BinaryIO, concurrency: int) -> tuple[int, int]:
     """(answered, refused or failed). The answers are written in order; at most four times `concurrency` lines are held."""
     turns = asyncio.Semaphore(concurrency)
     waiting: deque[asyncio.Task[tuple[bool, bytes]]] = deque()
@@ -172,7 +170,7 @@ def _lines(requests: BinaryIO) -> Iterator[bytes | None]:
             yield line.strip()
 
 
-async def _answer(client: httpx.AsyncClient, raw: bytes | None, turns: asyncio.Semaphore) -> tuple[bool, bytes]:
+async def _answer(client: PrivateClient, raw: bytes | None, turns: asyncio.Semaphore) -> tuple[bool, bytes]:
     if raw is None:
         return False, refused_line(None, "line_too_long", f"The line is longer than {MAX_LINE} bytes.")
     try:
@@ -181,11 +179,11 @@ async def _answer(client: httpx.AsyncClient, raw: bytes | None, turns: asyncio.S
         return False, refused_line(error.custom_id, "invalid_line", str(error))
     async with turns:
         while True:
-            response = await client.post(line.url, json=line.body)
-            if response.status_code != 429 or response.headers.get("retry-after") is None:
+            response = await client.ask("POST", line.url, json.dumps(line.body, ensure_ascii=False).encode())
+            if response.status != 429 or "retry-after" not in response.headers:
                 break
             await asyncio.sleep(RETRY_S)
-    return response.status_code == 200, answer_line(line.custom_id, response.status_code, response.headers["x-request-id"], response.json())
+    return response.status == 200, answer_line(line.custom_id, response.status, response.headers["x-request-id"], response.json())
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ Never: checks a request's own body (the route that answers it does).
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank")
 MAX_CUSTOM_ID = 512
+MAX_DEPTH = 100  # what a body may have is the route's to say, and is less
 _KEYS = {"custom_id", "method", "url", "body"}
 
 
@@ -35,21 +37,27 @@ class Line:
 
 
 def read_line(raw: bytes) -> Line:
-    """Raises LineError."""
+    """Raises LineError, also for what could not be sent on as it is."""
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_pairs, parse_constant=_constant)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_pairs, parse_constant=_constant, parse_float=_float)
     except UnicodeDecodeError:
         raise LineError("The line is not UTF-8.") from None
     except json.JSONDecodeError as error:
         raise LineError(f"The line is not valid JSON: {error.msg} at character {error.pos}.") from None
     except RecursionError:
-        raise LineError("The line is nested too deeply.") from None
+        raise _too_deep() from None
     except LineError:
         raise
     except ValueError:
         raise LineError("The line holds a number that is too long.") from None
     if type(value) is not dict:
         raise LineError("The line must be a JSON object.")
+    _check_depth(value)
+    if b"\\u" in raw:
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise LineError("The line holds a lone surrogate escape, which is not text.") from None
     custom_id, body = value.get("custom_id"), value.get("body")
     if type(custom_id) is not str or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
         raise LineError(f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters.", "custom_id")
@@ -85,6 +93,26 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(name: str) -> Any:
     raise LineError(f"{name} is not valid JSON; numbers must be finite.")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise LineError(f"The number {text[:40]} is beyond the range of a double.")
+    return value
+
+
+def _too_deep() -> LineError:
+    return LineError(f"The line is nested too deeply; the limit is {MAX_DEPTH} levels.")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level for child in (item.values() if type(item) is dict else item) if type(child) in (dict, list)]
+        if not level:
+            return
+    raise _too_deep()
 
 
 def answer_line(custom_id: str | None, status: int, request_id: str, body: Any) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from oarlock_batches import routes
+from oarlock_batches.lines import LineError, read_line
 from oarlock_batches.multipart import parse_form
 from toy_frontend import says
 from toy_server import MODEL, Toy, refused, strict, toy_server
@@ -128,6 +129,23 @@ async def test_a_form_keeps_every_byte_of_a_part() -> None:
     body = b'--b\r\nContent-Disposition: form-data; name="file"; filename="n"\r\n\r\n\r\n-b\r\n--\r\n\r\n--b--\r\n'
     (part,) = parse_form("multipart/form-data; boundary=b", body).values()
     assert part.data == b"\r\n-b\r\n--\r\n" and part.filename == "n"
+
+
+# ---------------------------------------------------------------- lines
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [('{"prompt": "\\ud800"}', "surrogate"), ('{"temperature": 1e999}', "1e999"), ('{"temperature": NaN}', "NaN"), (f'{{"stop": {"[" * 200 + "]" * 200}}}', "100 levels"), ('{"a": 1, "a": 2}', "twice")],
+)
+def test_a_line_that_could_not_be_sent_on_as_it_is_is_refused(body: str, words: str) -> None:
+    with pytest.raises(LineError, match=words):
+        read_line(f'{{"custom_id": "r", "method": "POST", "url": "{PLAIN}", "body": {body}}}'.encode())
+
+
+async def test_a_line_that_is_no_text_fails_its_batch_and_is_named() -> None:
+    async with toy() as here:
+        data = jsonl(line("good")) + jsonl(line("bad")).replace(b'"hi"', b'"\\ud800"') + jsonl(line("x")).replace(b'"x"', b'"\\udc00"')
+        batch = await run(here, data)
+        assert batch["status"] == "failed" and [error["line"] for error in batch["errors"]["data"]] == [2, 3]
 
 
 # ---------------------------------------------------------------- batches
