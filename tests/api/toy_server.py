@@ -93,10 +93,13 @@ async def toy_server(
     routes: tuple[Callable[[Any], None], ...] = (),
     api_keys: tuple[str, ...] = (),
     chat_template: str | None = None,
+    parsers: tuple[str, ...] = (),  # for tool calls, and for reasoning
     **facts: Any,
 ) -> AsyncIterator[Toy]:
     engine = engine or EngineConfig(ModelConfig(MODEL), scheduler=SchedulerConfig(**scheduler or {}), device=DeviceConfig(options=options or {}))
-    server = server or ServerConfig(api_keys=api_keys, chat_template=chat_template)
+    server = server or ServerConfig(
+        api_keys=api_keys, chat_template=chat_template, enable_auto_tool_choice=bool(parsers), **dict(zip(("tool_call_parser", "reasoning_parser"), parsers, strict=False))
+    )
     tokenizer = tokenizer or ToyTokenizer()
     client = PumpedClient(script or says("hello"), step_s, engine_info=info(**facts))
     state = ServerState(engine, server, server.api_keys)

@@ -13,17 +13,14 @@ from typing import Any
 from oarlock.backend_api import RouteFields
 
 from oarlock_responses.items import bad, show
+from oarlock_responses.tools import chat_format, chat_reasoning, chat_tools
 
 LOGPROBS = "message.output_text.logprobs"  # the one value of `include`
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's
 _NO_EFFECT = ("user", "service_tier", "safety_identifier", "prompt_cache_key")  # as on core's routes
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "tools": ("tools are not served on this route; leave the field out.", ([],)),
-    "tool_choice": ("tools are not served on this route; leave tool_choice out.", ("none", "auto")),
-    "parallel_tool_calls": ("parallel_tool_calls is only allowed when tools are given.", (True, False)),
-    "max_tool_calls": ("tools are not served on this route; leave max_tool_calls out.", ()),
-    "reasoning": ("reasoning is not served on this route; leave the field out.", ({},)),
+    "max_tool_calls": ("it bounds tools that the server runs itself, and this one runs none; leave max_tool_calls out.", ()),
     "conversation": ("conversations are not kept by name; use previous_response_id, or send all items as input.", ()),
     "prompt": ("prompt templates are not kept here; send their text as input or instructions.", ()),
     "context_management": ("context_management is not served; leave the field out.", ([],)),
@@ -39,12 +36,12 @@ CREATE = RouteFields(
         "model": "string", "input": "any", "instructions": "string", "max_output_tokens": "integer", "temperature": "number", "top_p": "number",
         "stream": "boolean", "stream_options": "object", "store": "boolean", "background": "boolean", "previous_response_id": "string",
         "metadata": "object", "truncation": "string", "text": "object", "include": "strings", "top_logprobs": "integer",
+        "tools": "any", "tool_choice": "any", "parallel_tool_calls": "boolean", "reasoning": "object",
         **dict.fromkeys(_NO_EFFECT, "any"),
     },
     required=("model", "input"),
     refused=REFUSED,
 )  # fmt: skip
-RENAMES = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 
 def check(values: Mapping[str, Any], max_stored: int) -> None:
@@ -53,7 +50,6 @@ def check(values: Mapping[str, Any], max_stored: int) -> None:
         raise bad("max_output_tokens", f"max_output_tokens must be at least 1, not {values['max_output_tokens']}.")
     if values.get("truncation", "disabled") not in ("auto", "disabled"):
         raise bad("truncation", f"truncation is {show(values['truncation'])}; it must be 'auto' or 'disabled'.")
-    _check_text(values.get("text", {}))
     _check_metadata(values.get("metadata", {}))
     for at, name in enumerate(values.get("include", ())):
         if name != LOGPROBS:
@@ -69,15 +65,6 @@ def check(values: Mapping[str, Any], max_stored: int) -> None:
     if not max_stored and (background or values.get("store", False)):
         name = "background" if background else "store"
         raise bad(name, f"{name}: this server keeps no responses (--responses-max-stored 0); leave the field out.", "unsupported_field")
-
-
-def _check_text(text: Mapping[str, Any]) -> None:
-    for key, value in text.items():
-        if key == "format":
-            if value not in (None, {"type": "text"}):
-                raise bad("text.format", f'text.format is {show(value)}; here it is {{"type": "text"}}.', "unsupported_field")
-        elif value is not None:
-            raise bad(f"text.{key[:100]}", f"text.{key[:100]} is not served; leave it out.", "unsupported_field")
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
@@ -104,9 +91,15 @@ def _check_stream_options(options: Mapping[str, Any] | None, *, stream: bool) ->
             raise bad(path, f"{path} is not supported; leave it out or send false.", "unsupported_field")
 
 
+def prompt_fields(values: Mapping[str, Any], *, allow_unknown: bool) -> dict[str, Any]:
+    """The chat fields that make the prompt, beside the messages. Raises RouteError 400."""
+    return {"model": values["model"], **chat_tools(values, allow_unknown=allow_unknown), **chat_reasoning(values.get("reasoning", {}))}
+
+
 def chat_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All but the messages."""
-    body: dict[str, Any] = {name: values[name] for name in ("model", "temperature", "top_p") if name in values}
+    """The chat fields that say how to generate. Raises RouteError 400."""
+    body: dict[str, Any] = {name: values[name] for name in ("temperature", "top_p") if name in values}
+    body |= chat_format(values.get("text", {}))
     if "max_output_tokens" in values:
         body["max_completion_tokens"] = values["max_output_tokens"]
     if values.get("include"):

@@ -14,10 +14,11 @@ from typing import Any
 
 from oarlock.backend_api import EventReply, JsonReply, Route, RouteCall, RouteError, RouteServer
 
-from oarlock_responses.fields import CREATE, RENAMES, chat_fields, check
+from oarlock_responses.fields import CREATE, chat_fields, check, prompt_fields
 from oarlock_responses.items import bad, read_input
 from oarlock_responses.shape import Draft
 from oarlock_responses.store import Store, Stored
+from oarlock_responses.tools import renamed
 
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
 PROMPTLY_S = 0.2  # how long a background response waits for its first token, so that what is wrong with the request is told at once
@@ -46,20 +47,35 @@ class Responses:
         values = call.values
         check(values, self.store.max_count)
         messages = [*self._before(values), *read_input(values["input"], allow_unknown=self.server.allow_unknown_fields)]
-        messages, sent = await self._fitted(values, messages, call.request_id)
-        body = {**chat_fields(values), "messages": sent}
+        body = prompt_fields(values, allow_unknown=self.server.allow_unknown_fields)
+        generation = chat_fields(values)
+        messages, sent = await self._fitted(values, messages, body, call.request_id)
+        body |= {**generation, "messages": sent}
         draft = Draft(values, self.server.model_names[0], stored=values.get("store", bool(self.store.max_count)))
         if values.get("background", False):
             return await self._in_background(draft, messages, body, call.request_id)
         if values.get("stream", False):
             return EventReply(self._events(draft, messages, body, call.request_id))
-        try:
-            answer = await self.server.call(CHAT, body, call.request_id)
-        except RouteError as error:
-            raise error.renamed(RENAMES) from None
-        draft.take_whole(answer)
+        if "tools" in body:  # calls and texts may alternate, and a whole chat answer does not say in which order
+            await self._fold(draft, body, call.request_id)
+        else:
+            try:
+                draft.take_whole(await self.server.call(CHAT, body, call.request_id))
+            except RouteError as error:
+                raise renamed(error) from None
         self._keep(draft, messages)
         return JsonReply(draft.response)
+
+    async def _fold(self, draft: Draft, body: dict[str, Any], request_id: str) -> None:
+        """The sum of the chunks. Raises RouteError, also for what goes wrong on the way."""
+        try:
+            async with contextlib.aclosing(self._chunks(body, request_id)) as chunks:
+                async for chunk in chunks:
+                    draft.take(chunk)
+        except RouteError as error:
+            raise renamed(error) from None
+        draft.closing()
+        draft.ended()
 
     def _before(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         """The conversation that this request goes on with. Raises RouteError 400."""
@@ -75,7 +91,9 @@ class Responses:
             raise bad("previous_response_id", f"previous_response_id: the response {key!r} is {status}; only one that has its output can be continued.")
         return found.messages
 
-    async def _fitted(self, values: Mapping[str, Any], messages: list[dict[str, Any]], request_id: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    async def _fitted(
+        self, values: Mapping[str, Any], messages: list[dict[str, Any]], prompt: Mapping[str, Any], request_id: str
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """(the conversation, the messages to send): with truncation auto as many of the oldest are left out as it takes to fit."""
         instructions = [] if values.get("instructions") is None else [{"role": "system", "content": values["instructions"]}]
         if values.get("truncation") != "auto":
@@ -84,12 +102,12 @@ class Responses:
         starts = _starts(messages)
 
         async def fits(start: int) -> bool:
-            body = {"model": values["model"], "messages": [*instructions, *_from(messages, start)]}
+            body = {**prompt, "messages": [*instructions, *_from(messages, start)]}
             try:
                 return (await self.server.call(TOKENIZE, body, request_id))["count"] <= room
             except RouteError as error:
-                if error.param != "messages":
-                    raise error.renamed(RENAMES) from None
+                if not (error.param or "").startswith("messages"):
+                    raise renamed(error) from None
                 return False  # more text than is ever tokenised, or turns that the template refuses
 
         low, high = 0, len(starts) - 1
@@ -116,7 +134,7 @@ class Responses:
                         yield event
         except RouteError as error:
             if not started:
-                raise error.renamed(RENAMES) from None
+                raise renamed(error) from None
             yield draft.failed(error)
             return
         for event in draft.closing():
@@ -158,9 +176,9 @@ class Responses:
         except RouteError as error:
             if not started.done():
                 self._forget(key)
-                started.set_result(error.renamed(RENAMES))
+                started.set_result(renamed(error))
                 return
-            draft.failed(error.renamed(RENAMES))
+            draft.failed(renamed(error))
         except asyncio.CancelledError:
             draft.cancelled()
             raise
@@ -203,10 +221,13 @@ class Responses:
 
 
 def _starts(messages: list[dict[str, Any]]) -> list[int]:
-    """Where a shortened conversation may begin: as it is, at a turn of the user, or with its last message."""
-    return sorted({0, len(messages) - 1, *(at for at, message in enumerate(messages) if message["role"] == "user")})
+    """Where a shortened conversation may begin: as it is, at a turn of the user, or with its last message, a call with its results."""
+    last = len(messages) - 1
+    while last and messages[last]["role"] == "tool":
+        last -= 1
+    return sorted({0, last, *(at for at, message in enumerate(messages) if message["role"] == "user")})
 
 
 def _from(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
     """The turns from `start` on, and every system or developer message before them."""
-    return [message for at, message in enumerate(messages) if at >= start or message["role"] not in ("user", "assistant")]
+    return [message for at, message in enumerate(messages) if at >= start or message["role"] in ("system", "developer")]

@@ -1,7 +1,7 @@
 """How a response and its events look, as it comes to be.
 
-Owns: the response object, its message and the reasoning before it, the sequence of events.
-Reads: `oarlock.backend_api` (an error's fields), chunks and answers of the chat route.
+Owns: the response object, its items, the sequence of events.
+Reads: `oarlock.backend_api` (an error's fields), `tools`, chunks and answers of the chat route.
 Never: waits for anything.
 """
 
@@ -14,7 +14,10 @@ from typing import Any
 
 from oarlock.backend_api import RouteError
 
+from oarlock_responses.tools import shown_tools
+
 Event = tuple[str, dict[str, Any]]
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class Draft:
@@ -22,34 +25,41 @@ class Draft:
 
     def __init__(self, values: Mapping[str, Any], model: str, *, stored: bool) -> None:
         self.stored = stored
-        self._message_id, self._reasoning_id = f"msg_{uuid.uuid4().hex}", f"rs_{uuid.uuid4().hex}"
-        self._pieces: list[str] = []
-        self._reasoning: list[str] = []  # what a server that tells it apart puts before the answer
-        self._is_message_open = self._is_reasoning_open = False
-        self._logprobs: list[Any] = []
+        self._items: list[dict[str, Any]] = []  # whole but for the last, which is open until `_close`
+        self._is_open = False
+        self._pieces: list[str] = []  # text, reasoning or arguments of the open item
         self._length = False
         self._number = -1
         self.response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",  # not the request's id, which a client may choose: an id must not be guessed, nor taken twice
             "object": "response", "created_at": int(time.time()), "completed_at": None, "status": "in_progress", "background": values.get("background", False),
             "error": None, "incomplete_details": None, "instructions": values.get("instructions"), "max_output_tokens": values.get("max_output_tokens"),
-            "max_tool_calls": None, "model": model, "output": [], "parallel_tool_calls": True, "previous_response_id": values.get("previous_response_id"),
-            "reasoning": None, "service_tier": "default", "store": stored, "temperature": values.get("temperature"), "text": {"format": {"type": "text"}},
-            "tool_choice": "auto", "tools": [], "top_logprobs": values.get("top_logprobs", 0), "top_p": values.get("top_p"),
+            "max_tool_calls": None, "model": model, "output": [], "previous_response_id": values.get("previous_response_id"),
+            "service_tier": "default", "store": stored, "temperature": values.get("temperature"), "top_logprobs": values.get("top_logprobs", 0), "top_p": values.get("top_p"),
             "truncation": values.get("truncation", "disabled"), "usage": None, "user": values.get("user"), "metadata": values.get("metadata", {}),
+            **shown_tools(values),
         }  # fmt: skip
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a chat message."""
-        return {"role": "assistant", "content": "".join(self._pieces)}
+        """The answer as a chat message: what was thought is part of it only as long as calls wait for their results."""
+        found: dict[str, list[Any]] = {"message": [], "reasoning": [], "function_call": []}
+        for item in self._items:
+            found[item["type"]].append(item)
+        text = "".join(part["text"] for item in found["message"] for part in item["content"])
+        calls = [{"id": i["call_id"], "type": "function", "function": {"name": i["name"], "arguments": i["arguments"]}} for i in found["function_call"]]
+        if not calls:
+            return {"role": "assistant", "content": text}
+        thought = "".join(part["text"] for item in found["reasoning"] for part in item["content"])
+        return {"role": "assistant", "content": text or None, "tool_calls": calls, **({"reasoning_content": thought} if thought else {})}
 
     # ---------------------------------------------------------------- from the chat route
     def take_whole(self, answer: Mapping[str, Any]) -> None:
+        """An answer without calls, whose parts have one order."""
         choice = answer["choices"][0]
-        self._reasoning.append(choice["message"].get("reasoning_content") or "")
-        self._add(choice["message"]["content"] or "", (choice["logprobs"] or {}).get("content"))
-        self._length = choice["finish_reason"] == "length"
+        message, logprobs, reason = choice["message"], choice["logprobs"], choice["finish_reason"]
+        for delta in ({"reasoning_content": message.get("reasoning_content")}, {"content": message["content"]}):
+            self.take({"choices": [{"delta": delta, "logprobs": logprobs if "content" in delta else None, "finish_reason": reason}]})
         self._count(answer["usage"])
         self.closing()
         self.ended()
@@ -58,22 +68,25 @@ class Draft:
         """The events of one chunk."""
         events: list[Event] = []
         for choice in chunk["choices"]:
-            if reasoning := choice["delta"].get("reasoning_content"):
-                events += self._reason(reasoning)
-            text, logprobs = choice["delta"].get("content") or "", (choice["logprobs"] or {}).get("content") or []
-            self._add(text, logprobs)
-            if text or logprobs:
-                events += self._open_message()
-                events.append(self._event("response.output_text.delta", **self._at(), delta=text, logprobs=logprobs))
+            delta, logprobs = choice["delta"], (choice["logprobs"] or {}).get("content") or []
+            if reasoning := delta.get("reasoning_content"):
+                events += self._start("reasoning", summary=[], content=[])
+                events.append(self._more("response.reasoning_text.delta", reasoning, content_index=0))
+            if (text := delta.get("content") or "") or (logprobs and "tool_calls" not in delta):
+                events += self._start("message", role="assistant", content=[])
+                self._items[-1]["content"][0]["logprobs"] += logprobs
+                events.append(self._more("response.output_text.delta", text, content_index=0, logprobs=logprobs))
+            for call in delta.get("tool_calls") or ():
+                if call.get("id") is not None:
+                    events += self._close()
+                    events += self._start("function_call", call_id=call["id"], name=call["function"]["name"], arguments="")
+                if arguments := call["function"].get("arguments"):
+                    events.append(self._more("response.function_call_arguments.delta", arguments))
             if choice["finish_reason"] is not None:
                 self._length = choice["finish_reason"] == "length"
         if chunk.get("usage"):
             self._count(chunk["usage"])
         return events
-
-    def _add(self, text: str, logprobs: list[Any] | None) -> None:
-        self._pieces.append(text)
-        self._logprobs += logprobs or []
 
     def _count(self, usage: Mapping[str, Any]) -> None:
         self.response["usage"] = {
@@ -84,57 +97,60 @@ class Draft:
             "total_tokens": usage["total_tokens"],
         }
 
+    # ---------------------------------------------------------------- items
+    def _start(self, kind: str, **fields: Any) -> list[Event]:
+        """Open an item; nothing where one of its kind is open."""
+        if self._is_open and self._items[-1]["type"] == kind:
+            return []
+        events = self._close()
+        item = {"id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
+        self._items.append(item)
+        self._is_open, self._pieces = True, []
+        events.append(self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(item)))
+        if kind == "message":
+            events.append(self._event("response.content_part.added", **self._at(), content_index=0, part=_text_part("", [])))
+            item["content"] = [_text_part("", [])]
+        return events
+
+    def _more(self, name: str, text: str, /, **fields: Any) -> Event:
+        self._pieces.append(text)
+        return self._event(name, **self._at(), delta=text, **fields)
+
+    def _close(self, status: str = "completed") -> list[Event]:
+        """End the open item, where there is one."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item, text = self._items[-1], "".join(self._pieces)
+        item["status"] = status
+        match item["type"]:
+            case "message":
+                item["content"][0]["text"] = text
+                (part,) = item["content"]
+                events = [
+                    self._event("response.output_text.done", **self._at(), content_index=0, text=text, logprobs=part["logprobs"]),
+                    self._event("response.content_part.done", **self._at(), content_index=0, part=part),
+                ]
+            case "reasoning":
+                item["content"] = [{"type": "reasoning_text", "text": text}]
+                events = [self._event("response.reasoning_text.done", **self._at(), content_index=0, text=text)]
+            case _:
+                item["arguments"] = text
+                events = [self._event("response.function_call_arguments.done", **self._at(), name=item["name"], arguments=text)]
+        return [*events, self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)]
+
     # ---------------------------------------------------------------- events
     def opening(self) -> list[Event]:
         return [self._event("response.created", response=dict(self.response)), self._event("response.in_progress", response=dict(self.response))]
 
-    def _reason(self, text: str) -> list[Event]:
-        at = {"item_id": self._reasoning_id, "output_index": 0, "content_index": 0}
-        first = not self._reasoning
-        self._reasoning.append(text)
-        self._is_reasoning_open = True
-        item = {"id": self._reasoning_id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
-        opening = [self._event("response.output_item.added", output_index=0, item=item)] if first else []
-        return [*opening, self._event("response.reasoning_text.delta", **at, delta=text)]
-
-    def _end_reasoning(self) -> list[Event]:
-        if not self._is_reasoning_open:
-            return []
-        self._is_reasoning_open = False
-        at = {"item_id": self._reasoning_id, "output_index": 0, "content_index": 0}
-        return [
-            self._event("response.reasoning_text.done", **at, text="".join(self._reasoning)),
-            self._event("response.output_item.done", output_index=0, item=self._reasoning_item()),
-        ]
-
-    def _reasoning_item(self) -> dict[str, Any]:
-        content = [{"type": "reasoning_text", "text": "".join(self._reasoning)}]
-        return {"id": self._reasoning_id, "type": "reasoning", "status": "completed", "summary": [], "content": content}
-
-    def _open_message(self) -> list[Event]:
-        if self._is_message_open:
-            return []
-        self._is_message_open = True
-        item = {"id": self._message_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-        return [
-            *self._end_reasoning(),
-            self._event("response.output_item.added", output_index=self._at()["output_index"], item=item),
-            self._event("response.content_part.added", **self._at(), part=self._part("", [])),
-        ]
-
     def closing(self) -> list[Event]:
-        """The message is complete; it is the response's output from now on."""
-        text = self.message["content"]
-        part = self._part(text, self._logprobs)
-        status = "incomplete" if self._length else "completed"
-        item = {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": [part]}
-        self.response["output"] = [*([self._reasoning_item()] if any(self._reasoning) else []), item]
-        return [
-            *self._open_message(),
-            self._event("response.output_text.done", **self._at(), text=text, logprobs=self._logprobs),
-            self._event("response.content_part.done", **self._at(), part=part),
-            self._event("response.output_item.done", output_index=self._at()["output_index"], item=item),
-        ]
+        """The items are complete; they are the response's output from now on. An answer without a word is an empty message."""
+        events = []
+        if all(item["type"] == "reasoning" for item in self._items):
+            events = self._start("message", role="assistant", content=[])
+        events += self._close("incomplete" if self._length else "completed")
+        self.response["output"] = self._items
+        return events
 
     def ended(self) -> Event:
         self.response["status"] = "incomplete" if self._length else "completed"
@@ -152,12 +168,12 @@ class Draft:
         self.response["status"] = "cancelled"
 
     def _at(self) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": int(any(self._reasoning)), "content_index": 0}
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
-    def _event(self, name: str, **fields: Any) -> Event:
+    def _event(self, name: str, /, **fields: Any) -> Event:
         self._number += 1
         return name, {"type": name, "sequence_number": self._number, **fields}
 
-    @staticmethod
-    def _part(text: str, logprobs: list[Any]) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+def _text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

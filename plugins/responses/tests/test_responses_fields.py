@@ -297,7 +297,7 @@ async def test_what_is_not_served_is_refused_by_name(name: str) -> None:
         ({"input": [{"role": "user", "content": "x", "name": "y"}]}, "input[0].name"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://localhost:1/x"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]}, "input[0].content[0].text"),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),  # the template knows no tools
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 1000}, "max_output_tokens"),
