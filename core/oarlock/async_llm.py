@@ -11,6 +11,8 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from oarlock.engine.client import EngineClient
@@ -25,6 +27,7 @@ from oarlock.sampling_params import SamplingParams
 
 THREAD_CHARS = 100_000  # longer texts are tokenised in a thread, so that the event loop stays free
 TELL_S = 1.0  # at shutdown, how long the callers of open requests have to pass the error on
+TRACE: ContextVar[tuple[str, ...]] = ContextVar("trace", default=())  # EngineRequest.trace of what this task, or its parent, generates
 
 
 class AsyncLLM:
@@ -38,7 +41,7 @@ class AsyncLLM:
         self._client = client
         # Beyond this many open requests the next one is refused before it costs anything. None: only the engine's own bound.
         self._max_open = None if max_waiting_requests is None else client.info.max_num_seqs + max_waiting_requests
-        self._outputs = OutputProcessor(tokenizer, self._send_abort)
+        self._outputs = OutputProcessor(tokenizer, self._send_abort, client.note)
         self._streams: dict[str, _Stream] = {}
         self._dead: str | None = None
         client.on_outputs = self._receive
@@ -98,7 +101,7 @@ class AsyncLLM:
             self._check_open()  # the world may have changed meanwhile
         else:
             request, text = make_request()
-        open_stream = self._submit(request, text, stream=stream)
+        open_stream = self._submit(replace(request, trace=TRACE.get()), text, stream=stream)
         try:
             while True:
                 delta = await open_stream.next()

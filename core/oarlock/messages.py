@@ -37,6 +37,7 @@ class EngineRequest:
     adapter: str | None = None  # room kept for LoRA
     mm_inputs: None = None  # room kept for images
     pooling: PoolingParams | None = None  # the prompt becomes a vector and no token is generated, whatever params say
+    trace: tuple[str, ...] = ()  # for observers: (the client's W3C traceparent or "", its name for the request)
     owner: int = 0  # whose it is: number of the API key; requests of different owners share fairly under the fair policy
 
 

@@ -69,7 +69,6 @@ NOT_BUILT = {
     "vllm_xargs": "arguments for server-wide logits processors",
     "output_kind": "a choice of output kind here; streaming is chosen by the call",
     "stream_interval": "a streaming interval",
-    "truncation_side": "truncation of the prompt's end (truncate_prompt_tokens keeps the last tokens)",
     "no_repeat_ngram_size": "n-gram blocking",
     "typical_p": "typical sampling",
     "top_a": "top-a sampling",
@@ -212,7 +211,8 @@ class SamplingParams:
     shown_special_tokens: tuple[str, ...] = ()  # those that show all the same: what a parser of tool calls reads
     spaces_between_special_tokens: bool = True  # either holds already: text is the tokens' own bytes, nothing is put between them
     logits_processors: tuple[Callable[..., Any], ...] = ()  # in-process LLM only
-    truncate_prompt_tokens: int | None = None  # keep the last k
+    truncate_prompt_tokens: int | None = None  # a longer prompt is cut to k tokens; -1: to what the context leaves
+    truncation_side: Literal["left", "right"] = "left"  # which end is cut off
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias in [-100, 100]); a mapping is accepted
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
@@ -287,9 +287,9 @@ class SamplingParams:
             "min_tokens": _integer("min_tokens", self.min_tokens, 0),
             "logprobs": None if self.logprobs is None else _integer("logprobs", self.logprobs, -1),
             "prompt_logprobs": None if self.prompt_logprobs is None else _integer("prompt_logprobs", self.prompt_logprobs, -1),
-            "truncate_prompt_tokens": (
-                None if self.truncate_prompt_tokens is None else _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
-            ),
+            "truncate_prompt_tokens": self.truncate_prompt_tokens
+            if self.truncate_prompt_tokens is None
+            else _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1 if self.truncate_prompt_tokens == -1 else 1),
         }
 
     def _switches(self) -> dict[str, Any]:
@@ -299,6 +299,8 @@ class SamplingParams:
         )  # fmt: skip
         if type(self.early_stopping) is not bool and self.early_stopping != "never":
             raise _refuse("early_stopping", self.early_stopping, 'it must be true, false or "never"', "give one of the three")
+        if self.truncation_side not in ("left", "right"):
+            raise _refuse("truncation_side", self.truncation_side, 'it must be "left" or "right"', "give one of the two")
         return {name: _boolean(name, getattr(self, name)) for name in names}
 
     def _lists(self) -> dict[str, Any]:

@@ -204,3 +204,12 @@ def test_a_model_without_template_has_none_and_the_error_says_what_to_do() -> No
     assert load_chat_template(None, SimpleNamespace(chat_template=None), SUMMARY) is None  # type: ignore[arg-type]
     error = missing_template("gemma", "give one")
     assert str(error) == "gemma has no chat template; give one" and error.param == "messages"
+
+
+def test_a_template_of_the_checkpoint_is_chosen_by_its_name() -> None:
+    named = {"default": "plain", "rag": "{% for m in messages %}<{{ m.content }}>{% endfor %}"}
+    tokenizer: Any = SimpleNamespace(special_tokens_map={}, chat_template=named)
+    chosen = load_chat_template("rag", tokenizer, SUMMARY)
+    assert chosen is not None and chosen.render(USER) == "<hi>"
+    with pytest.raises(ConfigError, match="no such file"):
+        load_chat_template("other", tokenizer, SUMMARY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -364,6 +365,27 @@ def test_an_observer_that_hangs_loses_the_oldest_and_a_warning_says_so(caplog: p
     feed.close()
     seen = [len(s.outputs[0].new_token_ids) for batch in observer.batches for s in batch]
     assert seen == [4, 5, 6, 7, 8] and "3 steps were not shown" in caplog.text
+
+
+def test_an_observer_that_asks_for_them_is_shown_the_requests_that_ended() -> None:
+    class Records(Observer):
+        def finished(self, records: list[Any]) -> None:
+            self.batches.append(records)
+
+    plain, records = Observer(), Records()
+    feed = Feed({"plain": plain, "records": records})
+    for n in range(3):
+        feed.note(n)
+    feed.close()
+    assert plain.batches == [] and [n for batch in records.batches for n in batch] == [0, 1, 2]
+
+
+def test_spans_need_a_package_that_sends_them(install: Any) -> None:
+    install(host(), with_hooks("extra"))
+    config = prepare().config
+    asked = dataclasses.replace(config, observability=dataclasses.replace(config.observability, otlp_traces_endpoint="http://localhost:4318"))
+    with pytest.raises(ConfigError, match=r"pip install \./plugins/otel"):
+        make_feed(asked, "host")
 
 
 MADE: list[Observer] = []

@@ -102,7 +102,8 @@ class Extension:
         executor  class that runs steps, made and called as core's own executors; --distributed-executor-backend NAME
         routes    function(server: RouteServer) that adds `Route`s, which have core's checks, limits, errors and metrics
         sink      function(config) -> an observer with observe(steps) and close(), or None to take no part. `steps` is a list of
-                  what the engine said after each step (.stats, .step_s, .outputs); called about once a second, off the step path
+                  what the engine said after each step (.stats, .step_s, .outputs); called about once a second, off the step path.
+                  It may have finished(records): a server's requests that ended since (.request, .metrics, .num_generated_tokens, .finish_reasons, .error)
         structured_output  function(config, vocabulary) -> an object with ask, answers, forget and close, as scheduler.constraints
                   describes them; vocabulary = (import string, argument) of a function that gives every token's bytes, the special ids,
                   the ids that end a text, and a function from text to ids. Called once in the engine's process; raises with the remedy where it cannot serve;

@@ -117,6 +117,7 @@ class ObservabilityConfig:
     log_stats: bool = True
     log_requests: bool = False
     max_log_len: int | None = None  # characters of a prompt in the log; None: all of it
+    otlp_traces_endpoint: str | None = None  # where the sink of plugins/otel sends a span for each request
 
 
 @dataclass(frozen=True, slots=True)

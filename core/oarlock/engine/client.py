@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from typing import Any
 
 from oarlock.engine.core import EngineCore
 from oarlock.engine.sinks import Feed
@@ -34,6 +35,11 @@ class EngineClient(abc.ABC):
         self.on_outputs(outputs)
         if self.feed is not None:
             self.feed.put(outputs)
+
+    def note(self, record: Any) -> None:
+        """Tell observers of a request that has ended (`frontend.outputs.RequestRecord`)."""
+        if self.feed is not None:
+            self.feed.note(record)
 
     def close_feed(self) -> None:
         """Let observers see the rest, and end them. Idempotent."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from oarlock import extensions
 from oarlock.config.sections import EngineConfig
+from oarlock.errors import ConfigError
 from oarlock.messages import EngineOutputs
 
 log = logging.getLogger("oarlock.engine")
@@ -28,6 +29,8 @@ class Sink(Protocol):
     """What an extension of kind "sink" makes."""
 
     def observe(self, steps: list[EngineOutputs]) -> None: ...
+
+    # Optional: finished(records), a server's requests that have ended since it was last called, as `frontend.outputs.RequestRecord`s.
 
     def close(self) -> None: ...
 
@@ -64,6 +67,7 @@ class Feed:
     def __init__(self, sinks: dict[str, Sink]) -> None:
         self._sinks = sinks
         self._queue: deque[EngineOutputs] = deque(maxlen=MAX_QUEUED)
+        self._ended: deque[Any] = deque(maxlen=MAX_QUEUED)
         self._lost = 0
         self._news, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="oarlock-sinks", daemon=True)
@@ -73,6 +77,11 @@ class Feed:
         """Called after each step, on the thread that steps or that reads the engine's messages."""
         self._lost += len(self._queue) == MAX_QUEUED
         self._queue.append(outputs)
+        self._news.set()
+
+    def note(self, record: Any) -> None:
+        """Called for each request that has ended, on the same thread."""
+        self._ended.append(record)
         self._news.set()
 
     def close(self) -> None:
@@ -94,11 +103,12 @@ class Feed:
         if self._lost:
             log.warning("observers were too slow: %d steps were not shown to them", self._lost)
             self._lost = 0
-        steps = []
-        while self._queue:
-            steps.append(self._queue.popleft())
-        for name in list(self._sinks) if steps else ():
-            self._call(name, "observe", list(steps))
+        steps, ended = ([queue.popleft() for _ in range(len(queue))] for queue in (self._queue, self._ended))
+        for name in list(self._sinks):
+            if steps:
+                self._call(name, "observe", list(steps))
+            if ended and hasattr(self._sinks.get(name), "finished"):
+                self._call(name, "finished", list(ended))
 
     def _call(self, name: str, method: str, *arguments: Any) -> None:
         try:
@@ -112,8 +122,12 @@ def make_feed(config: EngineConfig, device: str, own: dict[str, Sink] | None = N
     """A feed of `own` observers and every plugin's that takes part; None when nobody observes.
 
     Raises:
-        PluginError: a plugin's observer cannot be made.
+        PluginError: a plugin's observer cannot be made. ConfigError: none sends spans, and some were asked for.
     """
+    names = {part.name for _, part in extensions.parts("sink", device)}
+    if config.observability.otlp_traces_endpoint is not None and "otel" not in names:
+        option = "--otlp-traces-endpoint"
+        raise ConfigError(f"{option} needs a package that sends spans, and none is installed; run pip install ./plugins/otel", option=option)
     sinks: dict[str, Sink] = dict(own or {})
     for plugin, part in extensions.parts("sink", device):
         made = extensions.load(part)(config)

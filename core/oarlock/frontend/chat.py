@@ -142,14 +142,16 @@ class ChatTemplate:
 
 
 def load_chat_template(flag_value: str | None, tokenizer: Tokenizer | None, summary: ModelSummary) -> ChatTemplate | None:
-    """The template that `--chat-template` gives (a file or the template itself), else the model's; None when there is none.
+    """The template that `--chat-template` gives (a file, the template itself, or the name of one of the model's), else the model's; None when there is none.
 
     Raises:
         ConfigError: the file cannot be read, or the template is not valid.
     """
+    source = getattr(tokenizer, "chat_template", None)
+    if flag_value and isinstance(source, Mapping) and flag_value in source:
+        return ChatTemplate({"default": source[flag_value]}, tokenizer)
     if flag_value:
         return ChatTemplate(_from_flag(flag_value), tokenizer)
-    source = getattr(tokenizer, "chat_template", None)
     return ChatTemplate(source, tokenizer) if source else None
 
 

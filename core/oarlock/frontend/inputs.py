@@ -147,7 +147,8 @@ class InputProcessor:
         if pooling is not None:
             ids = self._cut(text, ids, pooling)
         elif params.truncate_prompt_tokens is not None:
-            ids = ids[-params.truncate_prompt_tokens :]
+            keep = params.truncate_prompt_tokens if params.truncate_prompt_tokens > 0 else max(1, self.info.max_model_len - (params.max_tokens or 1))
+            ids = ids[-keep:] if params.truncation_side == "left" else ids[:keep]
         max_tokens = self._room(len(ids), params, param, max_tokens_param if pooling is None else "")
         self._check_logprob_entries("prompt_logprobs", params.prompt_logprobs, len(ids), f"{len(ids)} tokens of {param}")
         made = f"{params.num_branches} × {max_tokens} of {max_tokens_param}"

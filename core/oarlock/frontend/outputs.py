@@ -78,6 +78,18 @@ class RequestOutput:
     pooled: bytes | None = None  # of a request for a vector: EngineOutput.pooled
 
 
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """A request that has ended, for observers."""
+
+    request: EngineRequest
+    metrics: RequestMetrics
+    num_cached_tokens: int
+    num_generated_tokens: int
+    finish_reasons: tuple[str, ...]  # of the choices that ended last
+    error: ErrorInfo | None
+
+
 def exception_for(error: ErrorInfo) -> OarlockError:
     """The exception that an engine-side error becomes for the caller."""
     if error.kind == "engine":
@@ -96,8 +108,9 @@ class OutputProcessor:
     Not shared between threads.
     """
 
-    def __init__(self, tokenizer: Any | None, send_abort: Callable[[Abort], None]) -> None:
+    def __init__(self, tokenizer: Any | None, send_abort: Callable[[Abort], None], note: Callable[[RequestRecord], None] | None = None) -> None:
         self.tokenizer = tokenizer  # None under --skip-tokenizer-init
+        self._note = note  # told of every request that ends
         self._send_abort = send_abort
         self._requests: dict[str, _Request] = {}
         self._token_texts: dict[int, tuple[str, tuple[int, ...]]] = {}  # at most one entry a vocabulary entry
@@ -211,6 +224,9 @@ class OutputProcessor:
         delta.finished = True
         delta.metrics = replace(state.metrics)
         del self._requests[state.request.request_id]
+        if self._note is not None:
+            reasons = tuple(choice.finish_reason for choice in delta.outputs if choice.finish_reason)
+            self._note(RequestRecord(state.request, delta.metrics, state.num_cached_tokens, state.num_generated_tokens, reasons, delta.error))
 
     def _logprobs(self, entry: PositionLogprobs, state: _Request, *, prompt: bool = False) -> dict[int, Logprob]:
         """The token itself first, then the most probable ones, best first; a token among these is listed once."""

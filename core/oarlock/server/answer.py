@@ -212,7 +212,7 @@ class Answer(Response, abc.ABC):
         options, settings = self.options, {"priority": self.options.priority, "cache_salt": self.options.cache_salt}
         return [
             self.state.llm.processor.make_request(prompt, self.params, engine_id, add_special_tokens=options.add_special_tokens, param=self.prompt_param, **settings)[0]
-            for prompt, engine_id in zip(self.prompts, self._engine_ids, strict=True)
+            for prompt, engine_id in zip(self._inputs, self._engine_ids, strict=True)
         ]
 
     async def _result(self, index: int) -> RequestOutput:

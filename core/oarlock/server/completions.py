@@ -15,9 +15,11 @@ from starlette.responses import Response
 
 from oarlock.errors import show
 from oarlock.frontend.outputs import CompletionOutput, RequestOutput
-from oarlock.server.answer import Answer, encode
+from oarlock.frontend.text_threads import in_text_thread
+from oarlock.server.answer import THREAD_CHARS, Answer, encode
 from oarlock.server.body import checked_body
 from oarlock.server.errors import bad
+from oarlock.server.fill_in import fill_in_ids
 from oarlock.server.kinds import token_ids
 from oarlock.server.logprobs import CompletionLogprobs, Position, extend, prompt_shape
 from oarlock.server.params import completion_settings
@@ -52,7 +54,10 @@ async def create_completion(request: Request, state: ServerState) -> Response:
     request_id = values.get("request_id") or request.state.request_id
     log_request(state, request_id, prompts, params)
     renames = {"prompt_logprobs": "logprobs"} if options.prompt_logprobs is None else {}
-    return CompletionAnswer(state, request_id, prompts, params, options, int(time.time()), headers, renames)
+    answer = CompletionAnswer(state, request_id, prompts, params, options, int(time.time()), headers, renames)
+    if values.get("suffix"):
+        await answer.fill_in(values["suffix"])
+    return answer
 
 
 class CompletionAnswer(Answer):
@@ -67,6 +72,17 @@ class CompletionAnswer(Answer):
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._prompt_positions: dict[int, list[Position | None]] = {}  # kept for the choices whose first chunk comes later
         self._hidden = self.state.tokenizer.all_special_ids if self.options.skip_special_tokens and self.state.tokenizer else frozenset()
+
+    async def fill_in(self, suffix: str) -> None:
+        """Let the model fill the gap between each prompt and `suffix`. Raises ApiError, RequestError."""
+        if self.params.truncate_prompt_tokens is not None:
+            raise bad("suffix", "suffix and truncate_prompt_tokens exclude each other: the beginning of the prompt marks the gap.", "invalid_value")
+        special, processor = self.options.add_special_tokens, self.state.llm.processor
+
+        def make() -> list[Any]:
+            return [fill_in_ids(processor, prompt, suffix, add_special_tokens=special) for prompt in self.prompts]
+
+        self._inputs = await in_text_thread(make) if len(suffix) + sum(map(len, self.prompts)) > THREAD_CHARS else make()
 
     # ---------------------------------------------------------------- whole
     def choices(self, outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from oarlock.async_llm import TRACE
 from oarlock.server.errors import JSON, STOPS, ApiError, from_exception
 from oarlock.server.kinds import REQUEST_ID
 from oarlock.server.state import OWNER, ServerState
@@ -123,6 +124,7 @@ class Gate:
             scope["root_path"] = self._root  # the router takes it off paths that have it, so a proxy may strip it or not
         request_id = _request_id(header(scope, b"x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
+        TRACE.set(((header(scope, b"traceparent") or b"").decode("latin-1"), request_id))
         started = False
 
         async def send_with_id(message: MutableMapping[str, Any]) -> None:

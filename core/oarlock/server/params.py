@@ -19,7 +19,7 @@ COMPLETION_MAX_TOKENS = 16
 _PASSED_ON = (
     "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
     "use_beam_search", "length_penalty", "early_stopping", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "logit_bias", "allowed_token_ids", "bad_words",
+    "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side", "logit_bias", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class Table:
     refused: Mapping[str, Refused] = field(default_factory=dict)
 
 
-NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "session_id")
 
 FOREIGN = {**FOREIGN_NAMES, "bad_words_ids": "bad_words", "top_logprobs_num": "top_logprobs", "return_logprob": "logprobs", "inputs": "prompt"}
 
@@ -50,6 +50,7 @@ _REFUSED_BOTH = {
     "prompt_embeds": Refused(f"Prompt embeddings {_NOT_YET}; send text or token ids."),
     "lora_request": Refused(f"LoRA {_NOT_YET}."),
     "kv_transfer_params": Refused(f"KV transfer {_NOT_YET}."),
+    "prompt_cache_retention": Refused("Prefixes stay in memory as long as there is room.", lambda value: value == "in_memory"),
 }
 
 COMMON: dict[str, Kind] = {
@@ -79,6 +80,7 @@ COMMON: dict[str, Kind] = {
     "skip_special_tokens": kinds.boolean,
     "spaces_between_special_tokens": kinds.boolean,
     "truncate_prompt_tokens": kinds.integer,
+    "truncation_side": kinds.string,
     "prompt_logprobs": kinds.integer,
     "allowed_token_ids": kinds.ids,
     "bad_words": kinds.strings,
@@ -118,13 +120,11 @@ _TEMPLATE_REFUSED = {
     "mm_processor_kwargs": Refused(f"Images and audio {_NOT_YET}."),
 }
 
-_SUFFIX = f"suffix (text after the gap that is to be filled) {_NOT_YET}; where the model was trained for it, write its own fill-in tokens into the prompt."
-
 COMPLETIONS = Table(
     path="/v1/completions",
-    fields={**COMMON, "prompt": kinds.prompt, "logprobs": kinds.integer},
+    fields={**COMMON, "prompt": kinds.prompt, "logprobs": kinds.integer, "suffix": kinds.string},
     required=("model", "prompt"),
-    refused={**_REFUSED_BOTH, "suffix": Refused(_SUFFIX, lambda value: value == "")},
+    refused=_REFUSED_BOTH,
 )
 
 CHAT = Table(

@@ -34,7 +34,7 @@ OPTIONS: tuple[Option, ...] = (
     _http("ssl-cert-reqs", "int", 0, "Client certificates: 0 none, 1 optional, 2 required.", "server.ssl_cert_reqs", choices=(0, 1, 2)),
     _http("root-path", "str", None, "Path prefix under which a proxy serves this server.", "server.root_path"),
     _http("middleware", "repeat", (), "ASGI middleware by import path, a function or a class; repeatable.", "server.middleware"),
-    _http("chat-template", "str", None, "Chat template: a file, or the template itself. Unset: the checkpoint's.", "server.chat_template"),
+    _http("chat-template", "str", None, "Chat template: a file, the template itself, or the name of one of the checkpoint's (tool_use). Unset: the checkpoint's.", "server.chat_template"),
     _http("response-role", "str", "assistant", "Role in chat answers.", "server.response_role"),
     _http(
         "enable-auto-tool-choice", "bool", False, "Let the model decide whether it calls one of a request's tools (tool_choice auto). Needs "
@@ -97,5 +97,8 @@ OPTIONS: tuple[Option, ...] = (
         offline=False,
     ),
     _log("max-log-len", "int", None, "Longest part of a prompt in the log, in characters. Unset: all of it.", "observability.max_log_len", low=0, offline=False),
-    _log("otlp-traces-endpoint", "str", None, "OpenTelemetry collector.", fate="refused", feature="OpenTelemetry export", offline=False),
+    _log(
+        "otlp-traces-endpoint", "str", None, "OpenTelemetry collector that gets a span for each request (http://localhost:4318/v1/traces). Needs plugins/otel.",
+        "observability.otlp_traces_endpoint", offline=False,
+    ),
 )  # fmt: skip
