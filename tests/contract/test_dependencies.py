@@ -12,7 +12,7 @@ import pytest
 from source_code import CORE, ROOT, Import, imports, packages_outside_core, python_files, shown, tree
 
 # Import name -> distribution, where they differ.
-DISTRIBUTIONS = {"google": "protobuf", "lmformatenforcer": "lm-format-enforcer", "sentencepiece": "sentencepiece", "yaml": "pyyaml", "zmq": "pyzmq"}
+DISTRIBUTIONS = {"google": "protobuf", "lmformatenforcer": "lm-format-enforcer", "opentelemetry": "opentelemetry-sdk", "sentencepiece": "sentencepiece", "yaml": "pyyaml", "zmq": "pyzmq"}
 # torch is the device package's affair (a requirement of ours would bring the wrong build).
 FROM_THE_DEVICE = {"torch"}
 # So is triton, which comes with it, and flashinfer, which is built for it; kernels may import them, core never.
