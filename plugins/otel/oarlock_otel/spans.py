@@ -78,12 +78,9 @@ def attributes(record: Any, model: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def make_sink(config: Any) -> Spans | None:
-    """The sink of `--otlp-traces-endpoint`; None without it. Raises ValueError or ImportError with the remedy."""
-    endpoint = config.observability.otlp_traces_endpoint
-    if endpoint is None:
-        return None
-    return Spans(BatchSpanProcessor(_exporter(endpoint)), (config.model.served_model_name or (config.model.model,))[0])
+def make_spans(endpoint: str, model: str) -> Spans:
+    """The sink that sends to `endpoint`. Raises ValueError or ImportError with the remedy."""
+    return Spans(BatchSpanProcessor(_exporter(endpoint)), model)
 
 
 def _exporter(endpoint: str) -> Any:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import http.server
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from oarlock_otel.spans import NAME, Spans, make_sink
+from oarlock_otel import make_sink
+from oarlock_otel.spans import NAME, Spans
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -99,7 +102,8 @@ def test_a_sink_is_made_where_spans_are_asked_for(monkeypatch: pytest.MonkeyPatc
     def config(endpoint: str | None) -> Any:
         return SimpleNamespace(observability=SimpleNamespace(otlp_traces_endpoint=endpoint), model=SimpleNamespace(model="m", served_model_name=()))
 
-    assert make_sink(config(None)) is None
+    code = "import sys, types as t, oarlock_otel as o; c = t.SimpleNamespace(observability=t.SimpleNamespace(otlp_traces_endpoint=None)); assert o.make_sink(c) is None"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'opentelemetry' not in sys.modules"], check=True)  # who asks for no spans does not wait for it
     made = make_sink(config("http://127.0.0.1:9/v1/traces"))
     assert isinstance(made, Spans)
     made.close()
