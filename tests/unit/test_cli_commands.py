@@ -183,13 +183,13 @@ def test_doctor_reports_plugins_and_the_device(monkeypatch: pytest.MonkeyPatch, 
     found = catalogue(device("host", priority=0), broken("bad"))
     report = {
         "text": "a machine", "torch": "0", "threads": 3, "memory": "1 of 2", "capabilities": {"dtypes": ["float32"], "fast_dtypes": [], "collectives": []},
-        "ops": [("rms_norm", "reference", "quick: no bfloat16")], "parts": [],
+        "ops": [("rms_norm", "reference", "quick: no bfloat16")], "parts": [], "idle": ["oarlock-fast:kernels"],
     }  # fmt: skip
     monkeypatch.setattr(doctor, "discover", lambda: found)
     monkeypatch.setattr(doctor, "inspect", lambda name, threads: (report, ""))
     assert doctor.main([]) == 0
     text = capsys.readouterr().out
-    for word in ("Broken: bad", "Traceback", "Device host", "3 threads", "float32", "rms_norm  reference   rejected: quick: no bfloat16", "host memory"):
+    for word in ("Broken: bad", "Traceback", "Device host", "3 threads", "float32", "rms_norm  reference   rejected: quick: no bfloat16", "host memory", "Nothing for this device: oarlock-fast:kernels"):
         assert word in text
     assert "fast_dtypes          all of dtypes\n" in text and "collectives          none\n" in text
 

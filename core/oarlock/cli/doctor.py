@@ -79,7 +79,7 @@ def _plugins(catalogue: Catalogue) -> None:
             print(f"  {row.device}: its probe took {row.probe_ms:.0f} ms; {PROBE_LIMIT_MS:.0f} ms is the limit")
     features = [p for p in catalogue.plugins if p.group == PLUGIN_GROUP]
     print("\nPlugins")
-    print("\n".join(f"  {p.name} ({p.distribution} {p.version}): {p.error or 'ready'}" for p in features) or "  none")
+    print("\n".join(f"  {p.name} ({p.distribution} {p.version}): {p.error or 'loaded'}" for p in features) or "  none")
     for plugin in catalogue.broken():
         print(f"\nBroken: {plugin.name} ({plugin.distribution} {plugin.version})\n{textwrap.indent(plugin.detail.rstrip(), '  ')}")
 
@@ -103,6 +103,8 @@ def _device(selection: Selection, threads: int | None) -> int:
         print(f"\n{title}")
         width = max((len(line[0]) for line in lines), default=0)
         print("\n".join(f"  {what:<{width}}  {by}{f'   rejected: {why}' if why else ''}" for what, by, why in lines) or "  none")
+    if report["idle"]:
+        print(textwrap.fill(f"Nothing for this device: {', '.join(report['idle'])}", 110, initial_indent="\n", subsequent_indent="  "))
     return 0
 
 

@@ -14,7 +14,9 @@ import sys
 from typing import Any
 
 from oarlock.memory_plan import gib
-from oarlock.plugins import apply_environment, collect, select_device, worker_plugins
+from oarlock.plugins import apply_environment, collect, collect_named, select_device, worker_plugins
+
+DEVICE_HOOKS = ("attention", "kernels", "graph_runner", "memory_profiler", "communicator")  # what a plugin may have for some devices and not for others
 
 
 def examine(name: str, threads: int | None) -> dict[str, Any]:
@@ -41,7 +43,14 @@ def examine(name: str, threads: int | None) -> dict[str, Any]:
         "capabilities": dataclasses.asdict(capabilities),
         "ops": ops,
         "parts": parts or [("all", "core's own" if computes else "its own executor", "")],
+        "idle": _idle(manager, device) if computes else [],
     }
+
+
+def _idle(manager: Any, device: Any) -> list[str]:
+    """Plugins that are made for devices, and have nothing for this one."""
+    asked = {name for name, plugin in manager.list_name_plugin() if {caller.name for caller in manager.get_hookcallers(plugin) or ()} & {*DEVICE_HOOKS}}
+    return sorted(asked - {name for hook in DEVICE_HOOKS for name, _ in collect_named(manager, hook, device=device)})
 
 
 def _ops(implementations: list[Any], dtype: str) -> list[tuple[str, str, str]]:

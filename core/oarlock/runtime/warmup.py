@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -20,14 +22,15 @@ from oarlock.shapes import BIAS_BUCKET, StepKey
 
 log = logging.getLogger("oarlock.worker")
 SAY_S = 10.0  # between two words about how far it is
+SHORT_CHUNK, LONG_CHUNK = 8, 256  # tokens
 
 
 def warm(runner: Any) -> None:
     """Bucketed: everything. Exact: one decode step and one chunk, so that libraries choose their kernels before the first request, and
-    the padded decodes, the largest first: graphs that share memory then find it."""
+    where decodes are padded, chunks of every kind and those decodes, the largest first: graphs that share memory then find it."""
     table, keys = runner.policy.table, list(runner.policy.keys())
     if table.is_exact:
-        for key in (StepKey(1, 1, 1, 1, 1), StepKey(8, 1, 1, 8, 0), *reversed(keys)):
+        for key in (StepKey(1, 1, 1, 1, 1), StepKey(8, 1, 1, 8, 0), *(_chunks(runner) if keys else ()), *reversed(keys)):
             step(runner, key)
         for rows in (1, *(rows for rows in table.decode_rows if rows != 1)):
             _sampling(runner, rows)
@@ -44,6 +47,17 @@ def warm(runner: Any) -> None:
     for rows in sorted({key.rows for key in keys} | {picks}):
         _sampling(runner, rows)
     _blocks(runner)
+
+
+def _chunks(runner: Any) -> Iterator[StepKey]:
+    """Steps without decodes: few rows and many, short chunks and long, short contexts and long. Kernels are chosen by these, and compiled when first used."""
+    most, size = runner.limits.max_num_seqs, runner.model.block_size
+    long = min(LONG_CHUNK, runner.limits.max_model_len)
+    widest = -(-runner.limits.max_model_len // size)
+    for rows, length in product(sorted({1, most}), sorted({min(SHORT_CHUNK, long), long})):
+        tokens = rows - 1 + length
+        for blocks in sorted({-(-length // size), widest}):
+            yield StepKey(tokens, rows, blocks, length, 0)
 
 
 def _zeros(runner: Any, name: str, axes: dict[str, int]) -> dict[str, np.ndarray]:

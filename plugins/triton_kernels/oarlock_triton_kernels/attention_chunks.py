@@ -1,6 +1,6 @@
 """Attention of rows that bring any number of new tokens: chunks of prompts, and rows of one token among them.
 
-Legend: T tokens, R rows, H query heads, K kv heads, G = H / K, D head size, B blocks, S slots of a block, M query lines of a program, N keys of a
+Legend: T tokens, R rows, P parts of a context, H query heads, K kv heads, G = H / K, D head size, B blocks, S slots of a block, M query lines of a program, N keys of a
 tile, L context of a row.
 
 Owns: `attend_chunks`.
@@ -17,6 +17,7 @@ import triton.language as tl
 from oarlock_triton_kernels.cache import PLAIN, as_stored, kind_of
 from oarlock_triton_kernels.chip import chip
 from oarlock_triton_kernels.online import HIDDEN, LOG2E, attend_tile, finished, joined, loaded_queries, new_parts, with_sink
+from oarlock_triton_kernels.stepwise import STEPWISE
 
 MOST_PARTS, LEAST_KEYS = 8, 256  # of a context that is cut; keys of a part, where the context is as long as it may be
 
@@ -34,23 +35,23 @@ def row_of(starts_ptr, num_rows, at, STEP: tl.constexpr, RP: tl.constexpr):
     return tl.sum(((r <= num_rows) & (start <= at)).to(tl.int32)) - 1
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def attend_chunks_kernel(
     out_ptr, part_ptr, weight_ptr, q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, starts_ptr, slopes_ptr, sinks_ptr, scale, softcap, window,
     num_rows, num_tokens,
     stride_qt, stride_qh, stride_ot, stride_cb, stride_ch, stride_tr,
     G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, RP: tl.constexpr, KIND: tl.constexpr,
-    DOT: tl.constexpr, PARTS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    DOT: tl.constexpr, IS_CUT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (T // (M // G) + R + 1, K, PARTS). Causal attention of a step's new tokens over their rows' paged contexts.
+    """Grid: (T // (M // G) + R + 1, K, P). Causal attention of a step's new tokens over their rows' paged contexts.
 
     A program has M // G tokens of one row with all G query heads of one kv head, so that a tile of keys is read once for all of them. Row r
     starts at program starts[r] // (M // G) + r, whatever the lengths are: the grid needs no value from the device. What lies beyond the last
     row is one more row, which sees nothing. Long contexts come first. Tiles that every line sees whole have no mask. Where there are too few
-    programs for the chip, as few new tokens over a long context make, each context is cut into PARTS, and attend_join_kernel joins them.
+    programs for the chip, as few new tokens over a long context make, each context is cut into P parts (IS_CUT), and attend_join_kernel joins them.
 
     out_ptr:   [T, H, D]  model dtype, strides (stride_ot, D, 1); tokens of padded rows and beyond the last row become 0
-    part_ptr, weight_ptr: [T, PARTS, H, D] and [T, PARTS, H]  float32, contiguous; in place of out_ptr where PARTS > 1
+    part_ptr, weight_ptr: [T, P, H, D] and [T, P, H]  float32, contiguous; in place of out_ptr where IS_CUT
     q_ptr:     [T, H, D]  model dtype, strides (stride_qt, stride_qh, 1)
     k_ptr, v_ptr: [B, K, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
     table_ptr: [R, W]  int32 block ids, strides (stride_tr, 1)
@@ -65,7 +66,7 @@ def attend_chunks_kernel(
     Bound: the matrix units, from some 100 new tokens on: M = 128 lines do 4 M D FLOP for the 4 D bytes of a key and its value.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head, part = tl.program_id(1), tl.program_id(2)
+    kv_head, part, parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     TOKENS: tl.constexpr = M // G
     row = row_of(starts_ptr, num_rows, tile, TOKENS, RP)
     first = tl.load(starts_ptr + row)
@@ -87,8 +88,8 @@ def attend_chunks_kernel(
         end = tl.minimum(seq_len, lowest_pos + TOKENS)
         begin = tl.maximum(lowest_pos - window + 1, 0) if HAS_WINDOW else 0
         start, stop = begin // N * N, end  # of this part
-        if PARTS > 1:
-            each = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), N), PARTS) * N
+        if IS_CUT:
+            each = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), N), parts) * N
             start += part * each
             stop = tl.minimum(start + each, end)
         plain = start
@@ -106,38 +107,43 @@ def attend_chunks_kernel(
             )  # fmt: skip
         d = tl.arange(0, DP)
         stored = inside[:, None] & (d < D)[None, :]
-        if PARTS == 1:
+        if not IS_CUT:
             sink = tl.load(sinks_ptr + head) * LOG2E if HAS_SINKS else 0.0
             to = (first + token).to(tl.int64) * stride_ot + head * D
             done = finished(sums, peak, total, sink, HAS_SINKS).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + to[:, None] + d[None, :], done, mask=stored)
         else:
-            to = ((first + token).to(tl.int64) * PARTS + part) * (tl.num_programs(1) * G) + head
+            to = ((first + token).to(tl.int64) * parts + part) * (tl.num_programs(1) * G) + head
             tl.store(part_ptr + to[:, None] * D + d[None, :], finished(sums, peak, total, 0.0, False), mask=stored)
             tl.store(weight_ptr + to, tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-30)), HIDDEN), mask=inside)
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def attend_join_kernel(
-    out_ptr, part_ptr, weight_ptr, sinks_ptr, stride_ot, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, HAS_SINKS: tl.constexpr
+    out_ptr, part_ptr, weight_ptr, sinks_ptr, parts, stride_ot, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr, HAS_SINKS: tl.constexpr
 ):  # fmt: skip
-    """Grid: (T, H). Joins the PARTS of each token's head.
+    """Grid: (T, H). Joins the P parts of each token's head.
 
     out_ptr:  [T, H, D]  model dtype, strides (stride_ot, D, 1)
-    part_ptr, weight_ptr: [T, PARTS, H, D] and [T, PARTS, H]  float32, contiguous
+    part_ptr, weight_ptr: [T, P, H, D] and [T, P, H]  float32, contiguous
     sinks_ptr: [H]  float32
-    DP, C:    D and PARTS rounded up to powers of two
+    DP, C:    D rounded up to a power of two; parts that are read at a time
 
     Reference: oarlock.runtime.reference.attention.ReferenceAttention.attend.
-    Cost: 3 T PARTS H D FLOP; 4 T PARTS H D bytes, and w T H D of results of w bytes.
+    Cost: 3 T P H D FLOP; 4 T P H D bytes, and w T H D of results of w bytes.
     Bound: memory, of some megabytes that are in L2.
     """
     token, head, heads, d = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.arange(0, DP)
     sums, peak, total = tl.zeros([DP], tl.float32), tl.full([], HIDDEN, tl.float32), tl.full([], 0.0, tl.float32)
-    sums, peak, total = joined(sums, peak, total, part_ptr, weight_ptr, token * PARTS, PARTS, heads, head, D, DP, C)
+    sums, peak, total = joined(sums, peak, total, part_ptr, weight_ptr, token * parts, parts, heads, head, D, DP, C)
     sums, total = with_sink(sums, peak, total, sinks_ptr, head, HAS_SINKS)
     done = (sums / tl.maximum(total, 1e-30)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token.to(tl.int64) * stride_ot + head * D + d, done, mask=d < D)
+
+
+def row_lanes(num_rows: int) -> int:
+    """RP: a power of two above num_rows. Few of them: each is a kernel of its own to compile, and lanes cost next to nothing."""
+    return 128 if num_rows < 128 else max(1024, triton.next_power_of_2(num_rows + 1))
 
 
 def sizes(head_width: int, group: int, query_bytes: int, key_bytes: int, tokens: int, *, is_cut: bool) -> dict[str, int]:
@@ -191,13 +197,12 @@ def attend_chunks(
     attend_chunks_kernel[(tiles, kv_heads, parts)](
         out, part, weight, query, keys, values, block_tables, seq_lens, query_start_loc, slopes, sinks, scale, softcap or 1.0, window or 0, num_rows,
         num_tokens, *query.stride()[:2], out.stride(0), *keys.stride()[:2], block_tables.stride(0),
-        G=group, S=keys.shape[2], D=head_dim, DP=width, RP=triton.next_power_of_2(num_rows + 1), KIND=kind, DOT=product_type(query.dtype, kind),
-        PARTS=parts, HAS_CAP=softcap is not None, HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None, HAS_WINDOW=window is not None, **size,
+        G=group, S=keys.shape[2], D=head_dim, DP=width, RP=row_lanes(num_rows), KIND=kind, DOT=product_type(query.dtype, kind),
+        IS_CUT=parts > 1, HAS_CAP=softcap is not None, HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None, HAS_WINDOW=window is not None, **size,
     )  # fmt: skip
     if parts > 1:
         attend_join_kernel[(num_tokens, heads)](
-            out, part, weight, sinks, out.stride(0), D=head_dim, DP=width, PARTS=parts, C=triton.next_power_of_2(parts), HAS_SINKS=sinks is not None,
-            num_warps=1,
+            out, part, weight, sinks, parts, out.stride(0), D=head_dim, DP=width, C=MOST_PARTS, HAS_SINKS=sinks is not None, num_warps=1,
         )  # fmt: skip
     return out
 

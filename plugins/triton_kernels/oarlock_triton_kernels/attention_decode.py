@@ -29,10 +29,11 @@ import torch
 import triton
 import triton.language as tl
 
-from oarlock_triton_kernels.attention_chunks import product_type, row_of
+from oarlock_triton_kernels.attention_chunks import product_type, row_lanes, row_of
 from oarlock_triton_kernels.cache import as_stored, kind_of
 from oarlock_triton_kernels.chip import chip
 from oarlock_triton_kernels.online import HIDDEN, LOG2E, attend_tile, finished, joined, loaded_queries, new_parts, with_sink
+from oarlock_triton_kernels.stepwise import STEPWISE
 
 LEAST_TILES = 2  # a program has no less work than this, else joining the parts costs more than it saves
 PREFIX_ROWS = 8  # fewer rows are not worth looking for a shared prefix
@@ -50,9 +51,9 @@ class DecodePlan(NamedTuple):
     has_prefix: bool  # whether a prefix was looked for
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def plan_decodes_kernel(
-    numbers_ptr, table_ptr, seq_lens_ptr, window, num_rows, width, stride_tr, RP: tl.constexpr, WP: tl.constexpr, S: tl.constexpr,
+    numbers_ptr, table_ptr, seq_lens_ptr, window, num_rows, num_blocks, stride_tr, RP: tl.constexpr, WP: tl.constexpr, S: tl.constexpr,
     N: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_PREFIX: tl.constexpr,
 ):  # fmt: skip
     """Grid: (1,). Where each row's tiles begin in the line of all tiles, and how many keys all rows share from the start.
@@ -73,7 +74,7 @@ def plan_decodes_kernel(
     prefix = 0
     if HAS_PREFIX:
         first = tl.min(tl.where(real, row, RP))  # a real row, with which the others are compared
-        whole = tl.min(tl.where(real, (seq_len - 1) // S, width))  # blocks that every row has filled; its newest key stays its own
+        whole = tl.min(tl.where(real, (seq_len - 1) // S, num_blocks))  # blocks that every row has filled; its newest key stays its own
         whole = tl.where((tl.sum(real.to(tl.int32)) > 1) & (first < num_rows), whole, 0)
         shared, column = 0, tl.arange(0, WP)
         while shared < whole:
@@ -100,7 +101,7 @@ def plan_decodes(
     num_rows, width = block_tables.shape
     keys, has_prefix = tile_keys(head_dim, cache), num_rows >= PREFIX_ROWS and window is None
     numbers = torch.empty(num_rows + 2, dtype=torch.int32, device=seq_lens.device)
-    rows = triton.next_power_of_2(num_rows)
+    rows = max(triton.next_power_of_2(num_rows), PREFIX_ROWS)
     plan_decodes_kernel[(1,)](
         numbers, block_tables, seq_lens, window or 0, num_rows, width, block_tables.stride(0), RP=rows, WP=max(4096 // rows, 4), S=block_size, N=keys,
         LEAST=PREFIX_KEYS, HAS_WINDOW=window is not None, HAS_PREFIX=has_prefix, num_warps=4,
@@ -113,7 +114,7 @@ def tile_keys(head_dim: int, cache: torch.dtype) -> int:
     return (64 if head_dim <= 128 else 32) // (2 if cache.itemsize == 4 else 1)
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def attend_split_kernel(
     out_ptr, part_ptr, weight_ptr, q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, numbers_ptr, slopes_ptr, sinks_ptr, scale, softcap, window, num_rows,
     stride_qr, stride_qh, stride_or, stride_cb, stride_ch, stride_tr,
@@ -178,7 +179,7 @@ def attend_split_kernel(
         row += 1
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def attend_prefix_kernel(
     part_ptr, weight_ptr, q_ptr, k_ptr, v_ptr, table_ptr, seq_lens_ptr, numbers_ptr, slopes_ptr, scale, softcap, num_rows,
     stride_qr, stride_qh, stride_cb, stride_ch, stride_tr,
@@ -227,7 +228,7 @@ def attend_prefix_kernel(
         tl.store(weight_ptr + at, tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-30)), HIDDEN), mask=inside)
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def attend_merge_kernel(
     out_ptr, part_ptr, weight_ptr, prefix_part_ptr, prefix_weight_ptr, numbers_ptr, sinks_ptr, num_rows, programs, parts, stride_or,
     D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -287,7 +288,7 @@ def attend_decodes(
     steps = (*query.stride()[:2], *keys.stride()[:2], table.stride(0))
     attend_split_kernel[(programs, kv_heads)](
         out, part, weight, query, keys, values, table, plan.seq_lens, plan.numbers, slopes, sinks, scale, softcap or 1.0, window or 0, num_rows,
-        *steps[:2], out.stride(0), *steps[2:], M=max(triton.next_power_of_2(group), 16), RP=triton.next_power_of_2(num_rows + 1), LEAST=LEAST_TILES, HAS_SINKS=sinks is not None,
+        *steps[:2], out.stride(0), *steps[2:], M=max(triton.next_power_of_2(group), 16), RP=row_lanes(num_rows), LEAST=LEAST_TILES, HAS_SINKS=sinks is not None,
         HAS_WINDOW=window is not None, num_stages=_stages(plan.keys, width, item), num_warps=4, **lines,
     )  # fmt: skip
     prefix_part, prefix_weight, parts = part, weight, 0

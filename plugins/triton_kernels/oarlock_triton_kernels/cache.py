@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from oarlock_triton_kernels.chip import chip
+from oarlock_triton_kernels.stepwise import STEPWISE
 
 # How a cache is stored, for kernels: plain, or bytes.
 PLAIN, E4M3, E4M3_BY_BITS, E5M2 = 0, 1, 2, 3
@@ -72,7 +73,7 @@ def narrowed(x, KIND: tl.constexpr, dtype: tl.constexpr):
     return kept
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def write_kv_kernel(
     keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, num_tokens, stride_kt, stride_kh, stride_vt, stride_vh, stride_cb, stride_ch,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, LINES: tl.constexpr, KIND: tl.constexpr,

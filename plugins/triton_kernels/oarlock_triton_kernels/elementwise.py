@@ -15,12 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+from oarlock_triton_kernels.stepwise import STEPWISE
+
 TILE = 4096  # numbers of a program where rows are shorter than that
 MAX_ROW = 65536  # numbers of a row that one program can hold in registers
 _KINDS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3}
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def rms_norm_kernel(
     out_ptr, x_ptr, weight_ptr, rows, heads, size, stride_xt, stride_xh, eps,
     ROWS: tl.constexpr, SIZE: tl.constexpr,
@@ -57,7 +59,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def fused_add_rms_norm_kernel(
     out_ptr, total_ptr, x_ptr, residual_ptr, weight_ptr, rows, size, stride_x, stride_residual, eps,
     ROWS: tl.constexpr, SIZE: tl.constexpr,
@@ -102,7 +104,7 @@ def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Te
     return out, total
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def layer_norm_kernel(
     out_ptr, x_ptr, weight_ptr, bias_ptr, rows, heads, size, stride_xt, stride_xh, eps,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
@@ -144,7 +146,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     return out
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def rotary_kernel(
     out_ptr, x_ptr, positions_ptr, table_ptr, rows, heads, stride_xt, stride_xh, stride_p,
     HALF: tl.constexpr, HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
@@ -201,7 +203,7 @@ def rotary(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interl
     return out
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def activation_kernel(
     out_ptr, x_ptr, rows, size, stride_x,
     KIND: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -24,6 +24,7 @@ from oarlock_triton_kernels import codes
 from oarlock_triton_kernels.cache import E4M3_BY_BITS
 from oarlock_triton_kernels.chip import chip
 from oarlock_triton_kernels.codes import PackedCodes, product
+from oarlock_triton_kernels.stepwise import STEPWISE
 
 _MAX_SHARED = 0.9  # of the chip's shared memory, for the tiles in flight
 _MAX_SPLITS = 16
@@ -49,7 +50,7 @@ def joined(total, inside, at, parts_ptr, counters_ptr, size):
     return total, inside
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def linear_kernel(
     out_ptr, parts_ptr, counters_ptr, x_ptr, codes_ptr, scales_ptr, zeros_ptr, offsets_ptr, bias_ptr,
     num_rows, in_size, out_size, steps, stride_x, stride_cn,

@@ -24,6 +24,7 @@ from oarlock_triton_kernels import codes
 from oarlock_triton_kernels.cache import E4M3, narrowed, widened
 from oarlock_triton_kernels.codes import INT8, PackedCodes
 from oarlock_triton_kernels.linear_codes import joined, launch_of
+from oarlock_triton_kernels.stepwise import STEPWISE
 
 _INT8, _E4M3 = tl.constexpr(INT8), tl.constexpr(E4M3)
 _TILE = 4096  # numbers of a program that rounds activations
@@ -49,7 +50,7 @@ def pack_fp8(weight: dict[str, torch.Tensor]) -> Packed8 | dict[str, torch.Tenso
     return Packed8(packed, weight.get("input_scale")) if packed.order is None and packed.run in (0, width // count) else weight
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def round_rows_kernel(
     out_ptr, scales_ptr, x_ptr, static_ptr, num_rows, in_size, run, width, stride_x,
     IS_STATIC: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -88,7 +89,7 @@ def round_rows_kernel(
     tl.store(scales_ptr + tl.program_id(1) * num_rows + row, scale, mask=is_row)
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def linear_8bit_kernel(
     out_ptr, parts_ptr, counters_ptr, x_ptr, x_scales_ptr, codes_ptr, scales_ptr, bias_ptr,
     num_rows, out_size, width, steps,

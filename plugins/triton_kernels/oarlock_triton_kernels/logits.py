@@ -14,25 +14,27 @@ import triton
 import triton.language as tl
 
 from oarlock_triton_kernels.sampling import CHUNK, key_of
+from oarlock_triton_kernels.stepwise import STEPWISE
 
 IN_PROMPT = tl.constexpr(1 << 30)  # the bit of a count that says: the prompt has the token
 MAX_TOP = 32  # tokens reported up to which passes of max are cheaper than a sort
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _WARPS = 8
+_HISTORY = 1024  # tokens of a history that a program counts
 
 
 # ---------------------------------------------------------------- penalties, bias, mask
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def count_kernel(
-    counts_ptr, history_ptr, prompt_len_ptr, total_len_ptr, presence_ptr, frequency_ptr, repetition_ptr, length, vocab, stride_r,
+    counts_ptr, history_ptr, prompt_len_ptr, total_len_ptr, presence_ptr, frequency_ptr, repetition_ptr, length, vocab, stride_history,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (R, ceil(L / BLOCK)). How often each token stands in a row's output; bit 30: whether its prompt has it.
 
     counts_ptr:  [R, V]  int32, contiguous, all 0
-    history_ptr: [R, L]  int32, strides (stride_r, 1): [:prompt_len] the prompt, [prompt_len:total_len] the output, then garbage
+    history_ptr: [R, L]  int32, strides (stride_history, 1): [:prompt_len] the prompt, [prompt_len:total_len] the output, then garbage
     prompt_len_ptr, total_len_ptr: [R]  int32; presence_ptr, frequency_ptr, repetition_ptr: [R]  float32: neutral rows are left out
 
     Reference: oarlock.runtime.reference.logits.apply_penalties, its scatter_adds.
@@ -44,14 +46,14 @@ def count_kernel(
     total = tl.minimum(tl.load(total_len_ptr + row), length)
     neutral = (tl.load(presence_ptr + row) == 0.0) & (tl.load(frequency_ptr + row) == 0.0) & (tl.load(repetition_ptr + row) == 1.0)
     known = (at < total) & (neutral == 0)
-    token = tl.load(history_ptr + row.to(tl.int64) * stride_r + at, mask=known, other=0)
+    token = tl.load(history_ptr + row.to(tl.int64) * stride_history + at, mask=known, other=0)
     is_prompt = at < tl.load(prompt_len_ptr + row)
     counts_ptr += row.to(tl.int64) * vocab
     tl.atomic_or(counts_ptr + token, IN_PROMPT, mask=known & is_prompt, sem="relaxed")
     tl.atomic_add(counts_ptr + token, 1, mask=known & (is_prompt == 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def penalties_kernel(
     out_ptr, logits_ptr, counts_ptr, presence_ptr, frequency_ptr, repetition_ptr, vocab, stride_r,
 ):  # fmt: skip
@@ -95,19 +97,18 @@ def apply_penalties(
         counts = torch.zeros((rows, vocab), dtype=torch.int32, device=logits.device)
         factors = (presence, frequency, repetition)
         if length:
-            block = min(1024, triton.next_power_of_2(length))
-            grid = (rows, triton.cdiv(length, block))
-            count_kernel[grid](counts, history, prompt_len, total_len, *factors, length, vocab, history.stride(0), BLOCK=block)
+            grid = (rows, triton.cdiv(length, _HISTORY))
+            count_kernel[grid](counts, history, prompt_len, total_len, *factors, length, vocab, history.stride(0), BLOCK=_HISTORY)
         penalties_kernel[(rows, triton.cdiv(vocab, CHUNK.value))](out, logits, counts, *factors, vocab, logits.stride(0), num_warps=_WARPS)
     return out
 
 
-@triton.jit
-def bias_kernel(out_ptr, ids_ptr, values_ptr, width, vocab, stride_ids, stride_values, WIDTH: tl.constexpr):
+@triton.jit(**STEPWISE)
+def bias_kernel(out_ptr, ids_ptr, bias_values_ptr, entries, vocab, stride_ids, stride_values, WIDTH: tl.constexpr):
     """Grid: (R,). Adds each value at its token's place, in place.
 
     out_ptr:    [R, V]  float32, contiguous
-    ids_ptr:    [R, W]  int32, strides (stride_ids, 1); values_ptr: [R, W]  float32, strides (stride_values, 1); (0, 0.0) is padding
+    ids_ptr:    [R, W]  int32, strides (stride_ids, 1); bias_values_ptr: [R, W]  float32, strides (stride_values, 1); (0, 0.0) is padding
     WIDTH:      W rounded up to a power of two
 
     Reference: oarlock.runtime.reference.logits.apply_bias. Padding is not added: all of it would go to one address.
@@ -115,8 +116,8 @@ def bias_kernel(out_ptr, ids_ptr, values_ptr, width, vocab, stride_ids, stride_v
     Bound: latency.
     """
     row, at = tl.program_id(0), tl.arange(0, WIDTH)
-    value = tl.load(values_ptr + row * stride_values + at, mask=at < width, other=0.0)
-    token = tl.load(ids_ptr + row * stride_ids + at, mask=at < width, other=0)
+    value = tl.load(bias_values_ptr + row * stride_values + at, mask=at < entries, other=0.0)
+    token = tl.load(ids_ptr + row * stride_ids + at, mask=at < entries, other=0)
     tl.atomic_add(out_ptr + row.to(tl.int64) * vocab + token, value, mask=value != 0.0, sem="relaxed")
 
 
@@ -130,7 +131,7 @@ def apply_bias(logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) ->
     return out
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def mask_kernel(out_ptr, logits_ptr, bits_ptr, vocab, stride_r, stride_bits):
     """Grid: (R, C). -inf where a token's bit is 0.
 
@@ -169,7 +170,7 @@ def rank_word(logits, token):
     return (key_of(tl.maximum(logits, _LOWEST)).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def chunk_logprobs_kernel(
     maximum_ptr, mass_ptr, greater_ptr, top_ptr, logits_ptr, targets_ptr, vocab, stride_r, chunks, k,
 ):  # fmt: skip
@@ -200,7 +201,7 @@ def chunk_logprobs_kernel(
         word = tl.where(word == best, -0x8000000000000000, word)
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def logprobs_kernel(
     logprob_ptr, rank_ptr, top_ids_ptr, top_logprobs_ptr, maximum_ptr, mass_ptr, greater_ptr, top_ptr, logits_ptr, targets_ptr,
     stride_r, chunks, k, CHUNKS: tl.constexpr, TOPS: tl.constexpr,
@@ -211,7 +212,7 @@ def logprobs_kernel(
     maximum_ptr, mass_ptr, greater_ptr: [R, C]  and top_ptr: [R, C, K]  as `chunk_logprobs_kernel` wrote them
     logits_ptr:  [R, V]  float32, strides (stride_r, 1)
     targets_ptr: [R]  int32
-    CHUNKS, TOPS: C and C K rounded up to powers of two
+    CHUNKS, TOPS: C rounded up to a power of two; likewise the words of the most tokens that are reported
 
     Reference: oarlock.runtime.reference.logits.logprobs.
     Cost: K passes over C K words.
@@ -253,7 +254,7 @@ def logprobs(logits: torch.Tensor, targets: torch.Tensor, k: int) -> tuple[torch
         chunk_logprobs_kernel[(rows, chunks)](*found, vocab, logits.stride(0), chunks, k, num_warps=_WARPS)
         logprobs_kernel[(rows,)](
             logprob, rank, top_ids, top_logprobs, *found, logits.stride(0), chunks, k,
-            CHUNKS=triton.next_power_of_2(chunks), TOPS=triton.next_power_of_2(max(chunks * k, 1)),
+            CHUNKS=triton.next_power_of_2(chunks), TOPS=triton.next_power_of_2(chunks * MAX_TOP),
         )  # fmt: skip
     if sorted_k:
         order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :sorted_k]

@@ -33,6 +33,7 @@ from oarlock_triton_kernels.codes import PackedCodes, product
 from oarlock_triton_kernels.linear_codes import tile_of
 from oarlock_triton_kernels.logits import rank_word
 from oarlock_triton_kernels.sampling import value_of
+from oarlock_triton_kernels.stepwise import STEPWISE
 
 _PAIRS = tl.constexpr(2048)  # pairs that are looked at together
 _TILE = 2048  # numbers of a program that adds up, or logits of one that chooses
@@ -43,7 +44,7 @@ _LEAST = tl.constexpr(-0x8000000000000000)
 # ---------------------------------------------------------------- routing
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def topk_kernel(
     weights_ptr, ids_ptr, logits_ptr, tokens, experts, k, stride_t,
     RENORMALISE: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr,
@@ -104,7 +105,7 @@ def _is_mine(ids_ptr, valid_ptr, first, pairs, k, expert):
     return ((of == expert) & (is_valid != 0)).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def count_pairs_kernel(counts_ptr, ids_ptr, valid_ptr, pairs, k):
     """Grid: (E,). How many pairs go to each expert.
 
@@ -122,7 +123,7 @@ def count_pairs_kernel(counts_ptr, ids_ptr, valid_ptr, pairs, k):
     tl.store(counts_ptr + expert, count)
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def place_pairs_kernel(
     places_ptr, owners_ptr, counts_ptr, ids_ptr, valid_ptr, pairs, k, experts, tiles,
     BM: tl.constexpr, EXPERTS: tl.constexpr,
@@ -161,7 +162,7 @@ def place_pairs_kernel(
 # ---------------------------------------------------------------- products
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def gate_up_kernel(
     hidden_ptr, x_ptr, places_ptr, owners_ptr, codes_ptr, scales_ptr, zeros_ptr, offsets_ptr,
     pairs, k, in_size, size, steps, stride_x, stride_ce, stride_cn, stride_se,
@@ -201,7 +202,7 @@ def gate_up_kernel(
         tl.store(hidden_ptr + pair.to(tl.int64)[None, :] * size + column[:, None], hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def down_kernel(
     out_ptr, hidden_ptr, places_ptr, owners_ptr, codes_ptr, scales_ptr, zeros_ptr, offsets_ptr,
     pairs, in_size, out_size, steps, stride_h, stride_ce, stride_cn, stride_se,
@@ -235,7 +236,7 @@ def down_kernel(
         tl.store(out_ptr + pair.to(tl.int64)[None, :] * out_size + column[:, None], total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def combine_kernel(out_ptr, parts_ptr, weights_ptr, valid_ptr, tokens, k, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Grid: (ceil(T / ROWS), ceil(H / COLUMNS)). The sum of a token's pairs, by weight, in float32 and in their order; 0 for a token that is not valid.
 

@@ -17,11 +17,12 @@ import triton.language as tl
 from oarlock.backend_api.runtime import HeadSteps
 
 from oarlock_triton_kernels.cache import as_stored, kind_of, narrowed
+from oarlock_triton_kernels.stepwise import STEPWISE
 
 TILE = 2048  # numbers of a program
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def qkv_kernel(
     q_ptr, keys_ptr, values_ptr, qkv_ptr, slots_ptr, positions_ptr, table_ptr, q_norm_ptr, k_norm_ptr, eps, k_scale, v_scale, num_tokens,
     stride_t, stride_h, stride_p, stride_cb, stride_ch,

@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from oarlock_triton_kernels.stepwise import STEPWISE
+
 SEGMENT = tl.constexpr(64)
 CHUNK = tl.constexpr(4096)
 PART = tl.constexpr(2048)  # tokens of listed segments that are looked at together
@@ -102,7 +104,7 @@ def _gumbel(seed, choice, position, token):
 # ---------------------------------------------------------------- where the kept tokens end
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def survey_kernel(
     maximum_ptr, mass_ptr, logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, min_p_ptr, vocab, segments, stride_r,
 ):  # fmt: skip
@@ -242,7 +244,7 @@ def _last_of_equals(logits_ptr, list_ptr, count, vocab, inverse, end, kept):
     return last
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def cut_kernel(
     best_ptr, end_ptr, last_ptr, whole_ptr, list_ptr, maximum_ptr, mass_ptr, logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, min_p_ptr,
     vocab, segments, stride_r, BY_COUNT: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -312,7 +314,7 @@ def cut_kernel(
 # ---------------------------------------------------------------- the choice
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def draw_kernel(
     noisy_ptr, scaled_ptr, token_ptr, logits_ptr, temperature_ptr, min_p_ptr, best_ptr, end_ptr, last_ptr, seed_ptr, choice_ptr, position_ptr,
     vocab, stride_r, chunks, IS_GREEDY: tl.constexpr,
@@ -354,7 +356,7 @@ def draw_kernel(
     tl.store(token_ptr + row * chunks + chunk, tl.min(tl.where((noisy == best) & (scaled == first), token, vocab), 0))
 
 
-@triton.jit
+@triton.jit(**STEPWISE)
 def pick_kernel(out_ptr, noisy_ptr, scaled_ptr, token_ptr, chunks, CHUNKS: tl.constexpr):
     """Grid: (R,). The best of a row's chunks; -1 where that is not finite.
 
