@@ -6,6 +6,7 @@ run. What is asked for is counted.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -79,11 +80,9 @@ def serve(serving: Any) -> None:
 def main() -> None:
     """Writes what was asked for as the last line."""
     sys.path[:0] = [str(ROOT / "plugins/triton_kernels/tests"), str(ROOT / "backends/cuda/tests")]
-    import cuda_stub
-    import kernel_compile
-    import oarlock_triton_kernels.logits as logits
-    import oarlock_triton_kernels.sampling as sampling
+    cuda_stub, kernel_compile = (importlib.import_module(name) for name in ("cuda_stub", "kernel_compile"))
     from oarlock_cuda import vendor
+    from oarlock_triton_kernels import logits, sampling
     from triton.runtime import driver
 
     driver.set_active(kernel_compile.DescribedDriver(kernel_compile.CHIP["sm_90"]))
