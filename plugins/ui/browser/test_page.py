@@ -110,7 +110,7 @@ def test_a_conversation_streams_and_is_the_servers_own_answer(tab: Watched) -> N
             .observe(document.querySelector('#talk'), { childList: true, subtree: true, characterData: true });
     }""")
     first = tab.ask("Name three colours.", temperature=0, max_tokens=24)
-    said = first.locator("span").text_content()
+    said = first.locator(".said").text_content()
     messages = [{"role": "user", "content": "Name three colours."}]
     assert said == answer(tab.url, messages, temperature=0, max_tokens=24)
     assert "24 tokens" in first.locator("small").text_content() and "(length)" in first.locator("small").text_content()
@@ -131,7 +131,7 @@ def test_stop_ends_the_request_in_the_engine(tab: Watched) -> None:
     page.fill("#max_tokens", "1500")
     page.fill("#text", "Write a very long story about rain.")
     page.click("#send")
-    wait_until(lambda: len(page.locator("#talk .assistant span").text_content()) > 20)
+    wait_until(lambda: len(page.locator("#talk .assistant .said").text_content()) > 20)
     expect(page.locator("#send")).to_be_disabled()
     page.click("#stop")
     expect(page.locator("#talk .assistant small")).to_contain_text("(stopped)")
@@ -156,23 +156,87 @@ def test_text_is_text(tab: Watched) -> None:
     expect(page.locator("#talk .user")).to_have_text("<img src=x onerror=alert(1)><b>bold</b>")
 
 
+def test_a_new_conversation_has_nothing_of_an_answer_that_was_still_coming(tab: Watched) -> None:
+    page = tab.open()
+    page.fill("#max_tokens", "1500")
+    page.fill("#text", "Write a very long story about rain.")
+    page.click("#send")
+    wait_until(lambda: len(page.locator("#talk .assistant .said").text_content()) > 20)
+    page.click("#clear")
+    expect(page.locator("#send")).to_be_enabled()
+    tab.ask("Hello.", max_tokens=4)
+    assert tab.bodies()[1]["messages"] == [{"role": "user", "content": "Hello."}]
+
+
+def test_who_scrolls_up_is_left_to_read(tab: Watched) -> None:
+    page = tab.open()
+    page.set_viewport_size({"width": 900, "height": 500})
+    page.evaluate("show('user', 'line\\n'.repeat(200))")
+    page.fill("#max_tokens", "1500")
+    page.fill("#text", "Write a very long story about rain.")
+    page.click("#send")
+    said = page.locator("#talk .assistant .said")
+    wait_until(lambda: len(said.text_content()) > 20)
+    assert page.evaluate("at('talk').scrollHeight - at('talk').scrollTop - at('talk').clientHeight") < 40
+    page.evaluate("at('talk').scrollTop = 100")
+    before = len(said.text_content())
+    wait_until(lambda: len(said.text_content()) > before + 100)
+    assert page.evaluate("at('talk').scrollTop") == 100
+    page.click("#stop")
+
+
+def test_code_is_set_off_from_words(tab: Watched) -> None:
+    page = tab.open()
+    text = "So:\n```python\nif a <b>:\n    pass\n```\nDone."
+    page.evaluate("text => say(show('assistant', ''), text)", text)
+    expect(page.locator("#talk code")).to_have_text("```python\nif a <b>:\n    pass\n```")
+    assert page.locator("#talk .assistant").text_content() == text and not page.locator("#talk b").count()
+    page.evaluate("say(show('assistant', ''), '```\\n' + 'long '.repeat(200) + '\\n```')")
+    for width in (390, 1280):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert "monospace" in page.evaluate("getComputedStyle(document.querySelector('#talk code')).fontFamily")
+
+
+def stream(url: str, max_tokens: int) -> Any:
+    """An answer that is being generated and does not end before its length, until it is closed."""
+    body = {"model": NAME, "messages": [{"role": "user", "content": "Hello."}], "stream": True, "ignore_eos": True, "max_tokens": max_tokens}
+    request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=60)
+
+
 def test_the_numbers_live(tab: Watched) -> None:
     page = tab.open()
-    cells = page.locator("#numbers dd")
-    expect(cells).to_have_count(8)
+    cells, latencies = page.locator("#numbers dd"), page.locator("#latencies dd")
+    expect(cells).to_have_count(4)
     expect(cells.nth(0)).to_have_text("0")
-    page.fill("#max_tokens", "400")
-    page.fill("#text", "Write a long story about snow.")
-    page.click("#send")
-    expect(cells.nth(0)).to_have_text("1")
-    wait_until(lambda: re.fullmatch(r"[1-9][0-9.]*", cells.nth(3).text_content()))  # generated tokens/s
-    assert page.evaluate("Number(document.querySelector('#kv').value)") > 0
-    page.click("#stop")
+    expect(latencies).to_have_text(["–"] * 4)  # whatever was before the page was opened
+    with stream(tab.url, 3900):
+        expect(cells.nth(0)).to_have_text("1")
+        wait_until(lambda: re.fullmatch(r"[1-9][0-9.]*", cells.nth(3).text_content()))  # generated tokens/s
+        assert page.evaluate("Number(document.querySelector('#kv').value)") > 0
     expect(cells.nth(0)).to_have_text("0")
-    assert "s" in cells.nth(4).text_content()
+    assert all(text.endswith("s") for text in latencies.all_inner_texts())
     parts = page.locator("#plan tr td:first-child").all_inner_texts()
     assert any(part.startswith("weights") for part in parts) and any("blocks of 16 tokens" in part for part in parts)
+    assert page.locator("#parts div").count() == page.locator("#plan i").count() >= 3
+    assert page.evaluate("[...document.querySelectorAll('#parts div')].every(bar => bar.offsetWidth > 0)")
     expect(page.locator("#device")).to_contain_text("cpu")
+
+
+def test_a_server_that_is_gone_is_said_and_its_numbers_are_not_shown_as_of_now(browser: Browser) -> None:
+    with oarlock() as url:
+        watched = Watched(browser, url)
+        watched.open()
+        watched.ask("Hello.", max_tokens=2)
+    page = watched.page
+    expect(page.locator("#state")).to_have_text("the server does not answer")
+    assert "old" in page.get_attribute("#side", "class")
+    page.fill("#text", "Are you there?")
+    page.press("#text", "Enter")
+    expect(page.locator("#talk .error")).to_have_text("The server does not answer.")
+    assert page.input_value("#text") == "Are you there?" and "unsent" in page.locator("#talk .user").last.get_attribute("class")
+    watched.close()
 
 
 def test_a_key_is_asked_for_and_then_serves_the_whole_page(browser: Browser) -> None:
@@ -184,7 +248,7 @@ def test_a_key_is_asked_for_and_then_serves_the_whole_page(browser: Browser) -> 
         known = Watched(browser, url, http_credentials={"username": "anybody", "password": KEY})
         known.open()
         box = known.ask("Name three colours.", temperature=0, max_tokens=8)
-        assert box.locator("span").text_content() and not known.page.locator("#talk .error").count()
+        assert box.locator(".said").text_content() and not known.page.locator("#talk .error").count()
         assert all(KEY not in (request.post_data or "") + request.url for request in known.requests)
         known.close()
 

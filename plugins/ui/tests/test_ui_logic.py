@@ -63,6 +63,34 @@ def test_events_are_the_same_however_they_are_cut() -> None:
         assert run(script, pieces=[text[i : i + length] for i in range(0, len(text), length)]) == whole
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", []),
+        ("words\nand more\n", []),
+        ("So:\n```python\nx = 1\n```\nDone.", ["```python\nx = 1\n```\n"]),
+        ("```\nnot ended", ["```\nnot ended"]),
+        ("```a\n1\n```\n```b\n2\n```", ["```a\n1\n```\n", "```b\n2\n```"]),
+        ("inline ``` is no fence\n   ```\nx\n   ```\n", ["   ```\nx\n   ```\n"]),
+    ],
+)
+def test_a_text_is_cut_at_its_fences_and_nothing_is_lost(text: str, code: list[str]) -> None:
+    pieces = run("cut(text)", text=text)
+    assert "".join(piece for _, piece in pieces) == text and [piece for is_code, piece in pieces if is_code] == code
+
+
+def look(steps: float, tokens: float) -> str:
+    return f"oarlock_steps_total {steps}\noarlock_engine_tokens_total {tokens}\n"
+
+
+def test_what_is_older_than_the_window_is_forgotten_and_so_is_what_was_before_a_restart() -> None:
+    script = "(() => { const l = new Looks(10000); for (const [ms, text] of seen) l.add(readMetrics(text), ms); return [l.first().ms, l.rates('oarlock_engine_tokens_total')]; })()"
+    seen: list[Any] = [(1000 * at, look(at, 10 * at)) for at in range(0, 30, 5)]
+    assert run(script, seen=seen[:1]) == [0, []]
+    assert run(script, seen=seen) == [15000, [[20000, 10], [25000, 10]]]
+    assert run(script, seen=[*seen, (30000, look(1, 3)), (32000, look(2, 13))]) == [30000, [[32000, 5]]]
+
+
 def test_sizes_and_seconds_are_readable() -> None:
     assert run("[0, 1023, 2048, 1.5 * 2 ** 20, 200 * 2 ** 20, 3 * 2 ** 30].map(size)") == ["0 B", "1023 B", "2 KiB", "1.50 MiB", "200 MiB", "3.00 GiB"]
     assert run("[undefined, 0.0042, 0.25, 3].map(seconds)") == ["–", "4.2 ms", "250 ms", "3.00 s"]
