@@ -96,6 +96,12 @@ def test_quantiles_are_of_what_happened_since_the_last_look_and_else_of_everythi
     assert now.quantile(before, "vllm:no_such_seconds", 0.5) is None
 
 
+def test_quantiles_across_a_restart_are_those_of_the_new_server() -> None:
+    name = "x_seconds"
+    old, new = (Page(0.0, buckets={name: counts}) for counts in ({1.0: 5.0, 2.0: 5.0, INF: 5.0}, {1.0: 0.0, 2.0: 8.0, INF: 8.0}))
+    assert new.quantile(old, name, 0.5) == 1.5
+
+
 def test_a_quantile_is_prometheus_own() -> None:
     assert quantile({}, 0.5) is None and quantile({1.0: 0.0, INF: 0.0}, 0.5) is None
     assert quantile({1.0: 4.0, 2.0: 4.0, INF: 4.0}, 0.5) == 0.5

@@ -136,7 +136,8 @@ class Page:
         """Of what a histogram saw between the two looks; where that is nothing, since the server's start; None when that is nothing either."""
         counts, earlier = self.buckets.get(name, {}), before.buckets.get(name, {})
         recent = {bound: count - earlier.get(bound, 0.0) for bound, count in counts.items()}
-        return quantile(recent if max(recent.values(), default=0.0) > 0 else counts, share)
+        is_whole = min(recent.values(), default=0.0) >= 0  # else the server was started anew between the looks
+        return quantile(recent if is_whole and max(recent.values(), default=0.0) > 0 else counts, share)
 
 
 def quantile(counts: dict[float, float], share: float) -> float | None:
