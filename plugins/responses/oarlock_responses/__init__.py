@@ -15,7 +15,7 @@ def options() -> list[OptionSpec]:
     """How much a server remembers."""
     return [
         OptionSpec("responses", "max-stored", "int", 1000, "Responses kept in memory for retrieval and previous_response_id, the oldest dropped first. 0: none."),
-        OptionSpec("responses", "max-stored-mib", "int", 256, "MiB that their conversations may take; the oldest are dropped first."),
+        OptionSpec("responses", "max-stored-mib", "int", 256, "MiB that they may take with their conversations; the oldest are dropped first."),
     ]
 
 

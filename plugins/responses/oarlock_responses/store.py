@@ -14,7 +14,7 @@ from typing import Any
 
 from oarlock.backend_api import RouteError
 
-OVERHEAD = 2048  # bytes of a response beside its texts, roughly
+LOGPROB = 400  # bytes of one token's entry, or of one alternative's; counted and not walked, as an answer may have a hundred thousand
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Store:
             text = f"All {self.max_count} responses that are kept (--responses-max-stored) are being made; try again."
             raise RouteError(429, text, None, "queue_full", "rate_limit_error", {"Retry-After": "1"})
         self.size -= entry.size if known else 0
-        entry.size = OVERHEAD + sum(map(_bytes, entry.messages)) + _bytes(entry.response.get("instructions")) + _bytes(entry.response.get("metadata"))
+        entry.size = sum(map(_bytes, entry.messages)) + _bytes({**entry.response, "output": None}) + sum(map(_item_bytes, entry.response.get("output", ())))
         self.size += entry.size
         self._entries[key] = entry
         self._make_room()
@@ -94,3 +94,10 @@ def _bytes(value: Any) -> int:
     if isinstance(value, list):
         return 56 + sum(map(_bytes, value))
     return 32
+
+
+def _item_bytes(item: dict[str, Any]) -> int:
+    """The same of an item of the output."""
+    parts = item.get("content", ())
+    entries = sum(1 + len(entry["top_logprobs"]) for part in parts for entry in part.get("logprobs", ()))
+    return _bytes({**item, "content": None}) + sum(500 + _bytes(part["text"]) for part in parts) + LOGPROB * entries

@@ -181,6 +181,21 @@ async def test_the_store_is_bounded_in_bytes() -> None:
     assert store.size == 0
 
 
+async def test_all_that_a_stored_response_repeats_is_counted() -> None:
+    schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(500)}}
+    repeated: dict[str, Any] = {
+        "tools": [{"type": "function", "name": "f", "parameters": schema}], "text": {"format": {"type": "json_schema", "schema": schema}}, "instructions": "x" * 9000,
+        "metadata": {f"k{n}": "v" * 512 for n in range(16)}, "user": ["u" * 100] * 100,
+    }  # fmt: skip
+    responses = [Draft({name: value}, MODEL, stored=True).response for name, value in repeated.items()]
+    async with toy(text="hello" * 10) as here:
+        responses.append(await made(here, include=[LOGPROBS], top_logprobs=20))
+    for response in responses:
+        store = Store(10, 1 << 20)
+        store.put(routes.Stored(response))
+        assert store.size >= 2 * len(json.dumps(response)) > 16_000
+
+
 async def wait_for(here: Toy, key: str, status: str) -> dict[str, Any]:
     async with asyncio.timeout(5):
         while (found := (await here.http.get(f"/v1/responses/{key}")).json())["status"] != status:
