@@ -7,6 +7,9 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import oarlock_messages.routes
+import oarlock_pooling.routes
+import oarlock_responses.routes
 import pytest
 from oarlock.backend_api import BytesReply, EventReply, JsonReply, Route, RouteCall, RouteError, RouteFields, RouteServer
 from oarlock.config.sections import ServerConfig
@@ -194,6 +197,43 @@ def events_error(response: Any) -> Any:
     """The error at the end of a stream that had begun."""
     assert response.status_code == 200
     return strict(response.text.split("\n\n")[-3].partition("data: ")[2])["error"]
+
+
+async def test_a_queue_that_is_full_or_too_slow_says_when_to_try_again_on_every_route() -> None:
+    class Late(PumpedClient):
+        def _advance(self, request_id: str) -> list[EngineOutput]:
+            self.open.clear()
+            return [EngineOutput(request_id, finish_reason="error", error=ErrorInfo("waited too long", code="queue_timeout"))]
+
+    plugin, chat = Plugin(), {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/toy/whole", {"model": MODEL, "prompt": "x"}), ("/toy/stream", {"model": MODEL, "prompt": "x"}), ("/v1/responses", {"model": MODEL, "input": "x"}), ("/v1/responses", {"model": MODEL, "input": "x", "background": True}),
+        ("/v1/embeddings", {"input": "x"}), ("/score", {"text_1": "x", "text_2": "y"}),
+        *((path, {**body, "stream": stream}) for path, body in (("/v1/chat/completions", chat), ("/v1/messages", {**chat, "max_tokens": 2})) for stream in (False, True)),
+    ]  # fmt: skip
+    routes = (plugin.add, oarlock_responses.routes.add, oarlock_messages.routes.add, oarlock_pooling.routes.add)
+    async with toy_server(routes=routes, options={"responses_max_stored": 5, "responses_max_stored_mib": 1}) as toy:
+        limit = toy.state.max_prompts_inside
+        for is_full in (True, False):
+            toy.state.max_prompts_inside, toy.state.num_prompts = (1, 1) if is_full else (limit, 0)
+            toy.engine.__class__ = Late
+            for path, body in requests:
+                response = await toy.http.post(path, json=body)
+                assert response.status_code == 429 and response.headers.get("retry-after") == "1", (path, body, response.text)
+
+
+async def test_a_whole_answer_that_is_read_from_a_stream_says_409_when_it_is_aborted() -> None:
+    async def read(call: RouteCall) -> JsonReply:
+        async with contextlib.aclosing(plugin.server.stream("/v1/completions", call.values, call.request_id)) as chunks:
+            return JsonReply([chunk async for chunk in chunks])
+
+    plugin = Plugin()
+    async with toy_server(says("hello " * 9), step_s=0.01, routes=(plugin.add, lambda server: server.add(Route("POST", "/toy/read", read, FIELDS))), max_model_len=256) as toy:
+        task = asyncio.create_task(toy.http.post("/toy/read", json={"model": MODEL, "prompt": "x"}, headers={"X-Request-Id": "one"}))
+        while toy.engine.num_steps < 3:
+            await asyncio.sleep(0.01)
+        assert (await toy.http.post("/abort_requests", json={"request_ids": "one"})).json()["aborted"] == ["one"]
+        assert refused(await task, None, 409)["code"] == "aborted"
 
 
 async def test_a_call_that_is_cancelled_ends_its_request() -> None:

@@ -31,7 +31,9 @@ from oarlock.server.state import OpenRequest, ServerState
 
 log = logging.getLogger("oarlock.server")
 Inner = Callable[[Request], Awaitable[Response]]
-_EVENT_STATUS = {"invalid_request_error": 400, "rate_limit_error": 429}  # an error in a stream has no status of its own: its type says whose it is
+# An error in a stream has no status of its own: its type says whose it is, and some codes which.
+_TYPE_STATUS = {"invalid_request_error": 400, "rate_limit_error": 429}
+_CODE_STATUS = {("server_error", code): 503 for code in ("loading", "shutting_down", "engine_dead")} | {("invalid_request_error", "aborted"): 409}
 KINDS: dict[str, Kind] = {
     "boolean": kinds.boolean,
     "integer": kinds.integer,
@@ -122,32 +124,34 @@ class PluginServer:
         self._add(route.method, route.path, endpoint, table)
 
     async def call(self, path: str, body: Mapping[str, Any], request_id: str) -> Any:
-        status, pieces = 200, []
+        start: Mapping[str, Any] = {}
+        pieces = []
         async with contextlib.aclosing(self._messages(path, body, request_id)) as messages:
             async for message in messages:
-                status = message.get("status", status)
+                start = start or message
                 pieces.append(message.get("body", b""))
         value = msgspec.json.decode(b"".join(pieces))
-        if status >= 400:
-            raise _as_route_error(status, value["error"])
+        if start["status"] >= 400:
+            raise _as_route_error(start, value["error"])
         return value
 
     async def stream(self, path: str, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Any, None]:
-        status, rest = 200, b""
+        start: Mapping[str, Any] = {}
+        rest = b""
         async with contextlib.aclosing(self._messages(path, {**body, "stream": True}, request_id)) as messages:
             async for message in messages:
-                status = message.get("status", status)
-                *events, rest = (rest + message.get("body", b"")).split(b"\n\n") if status < 400 else (rest + message.get("body", b""),)
+                start = start or message
+                *events, rest = (rest + message.get("body", b"")).split(b"\n\n") if start["status"] < 400 else (rest + message.get("body", b""),)
                 for event in events:
                     data = event.rpartition(b"data: ")[2]
                     if data == b"[DONE]":
                         continue
                     value = msgspec.json.decode(data)
                     if type(value.get("error")) is dict:
-                        raise _as_route_error(_EVENT_STATUS.get(value["error"]["type"], 500), value["error"])
+                        raise _as_route_error({}, value["error"])
                     yield value
-        if status >= 400:
-            raise _as_route_error(status, msgspec.json.decode(rest)["error"])
+        if start["status"] >= 400:
+            raise _as_route_error(start, msgspec.json.decode(rest)["error"])
 
     async def pool(self, prompts: Sequence[Any], options: PoolOptions, request_id: str, param: str = "prompt") -> list[Pooled]:
         try:
@@ -204,11 +208,12 @@ class PluginServer:
             await asyncio.gather(task, return_exceptions=True)
 
 
-def _as_route_error(status: int, error: Mapping[str, Any]) -> RouteError:
-    """Another route's envelope. In a stream the code alone tells the end of the server from a failed step."""
-    if status == 500 and error["code"] in ("loading", "shutting_down", "engine_dead"):
-        status = 503
-    return RouteError(status, error["message"], error["param"], error["code"], error["type"], counted=True)
+def _as_route_error(start: Mapping[str, Any], error: Mapping[str, Any]) -> RouteError:
+    """Another route's envelope after this beginning of a response, with when to try again; {}: inside a stream."""
+    status = start["status"] if start else _CODE_STATUS.get((error["type"], error["code"]), _TYPE_STATUS.get(error["type"], 500))
+    headers = dict(start.get("headers", ()))
+    again = {"Retry-After": headers[b"retry-after"].decode("latin-1")} if b"retry-after" in headers else {}
+    return RouteError(status, error["message"], error["param"], error["code"], error["type"], again, counted=True)
 
 
 def _from(error: ApiError) -> RouteError:

@@ -21,7 +21,7 @@ from oarlock_batches.lines import ENDPOINTS, Line, LineError, answer_line, read_
 WINDOW, WINDOW_S = "24h", 24 * 3600
 MAX_ERRORS = 100  # lines at fault that a failed batch names
 LINES_A_TURN = 50  # checked before others are served
-RETRY_S = 1.0  # while the server's queue is full
+RETRY_S = 1.0  # while the server's queue is full, or too slow
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 CREATE = RouteFields(
@@ -241,7 +241,7 @@ class Batches:
             try:
                 body, status, into, name = await self.server.call(line.url, line.body, request_id), 200, batch.output, "completed"
             except RouteError as error:
-                if error.status == 429 and error.code == "queue_full":
+                if error.status == 429 and "Retry-After" in error.headers:
                     await asyncio.sleep(RETRY_S)
                     continue
                 envelope = {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
