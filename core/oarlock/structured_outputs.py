@@ -46,7 +46,7 @@ class StructuredOutputs:
     param: str = "structured_outputs"  # the request's field that errors name
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) is not None and getattr(self, name) is not False]
+        given = [name for name in KINDS if self._is_set(name)]
         if len(given) != 1:
             what = f"{' and '.join(given)} are set together" if given else "none of its constraints is set"
             raise InvalidParameter(f"{self.param}: {what}; set exactly one of {', '.join(KINDS)}.", param=self.param)
@@ -72,7 +72,12 @@ class StructuredOutputs:
     @property
     def kind(self) -> Kind:
         """Which constraint it is."""
-        return next(name for name in KINDS if getattr(self, name) is not None and getattr(self, name) is not False)
+        return next(name for name in KINDS if self._is_set(name))
+
+    def _is_set(self, name: Kind) -> bool:
+        """The schema false is one, which nothing matches; json_object false asks for nothing."""
+        value = getattr(self, name)
+        return value is not None and not (name == "json_object" and value is False)
 
     @property
     def text(self) -> str:
@@ -170,7 +175,7 @@ def read(fields: Mapping[str, Any]) -> StructuredOutputs | None:
     Raises:
         InvalidParameter: a value is wrong, or two fields ask for different things.
     """
-    older = {name: value for name in OLDER if (value := fields.get(name)) is not None and value is not False}
+    older = {name: value for name in OLDER if (value := fields.get(name)) is not None and (name, value) != ("guided_json_object", False)}
     found = [(name, _record(fields[name], name)) for name in ("structured_outputs", "guided_decoding") if fields.get(name) is not None]
     found += [("response_format", one)] if (one := _response_format(fields.get("response_format"))) else []
     settings = {OLDER[name]: older.pop(name) for name in ("guided_whitespace_pattern", "guided_decoding_backend") if name in older}

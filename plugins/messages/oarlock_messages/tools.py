@@ -7,7 +7,9 @@ Never: runs a tool; checks a schema (the chat route does).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from oarlock.backend_api import RouteError
@@ -77,4 +79,6 @@ def renamed(error: RouteError) -> RouteError:
     name = {"stop": "stop_sequences"}.get(error.param, error.param)
     for theirs, ours in _ERROR_NAMES:
         name = name.replace(theirs, ours)
-    return error.renamed({error.param: name})
+    found = error.renamed({error.param: name})
+    text = re.sub(r"\b(tools\[\d+\])\.function(\.parameters)?", lambda path: path[1] + (".input_schema" if path[2] else ""), found.message)
+    return replace(found, message=text)

@@ -219,3 +219,10 @@ async def test_what_the_chat_route_refuses_has_the_names_of_this_one(theirs: str
         with pytest.raises(RouteError) as caught:
             await chat.ask(**values)
         assert caught.value.param == ours and str(caught.value) == f"{ours} is wrong"
+
+
+async def test_a_path_in_the_chat_routes_words_is_this_routes_too() -> None:
+    chat = Chat(error=RouteError(400, "tools[0].function.parameters must describe an object.", "tools[0].function.parameters.type"))
+    with pytest.raises(RouteError) as caught:
+        await chat.ask(tools=[WEATHER])
+    assert str(caught.value) == "tools[0].input_schema must describe an object."

@@ -7,7 +7,9 @@ Never: runs a tool; checks a schema (the chat route does).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from oarlock.backend_api import RouteError
@@ -103,4 +105,5 @@ def renamed(error: RouteError) -> RouteError:
     name = "input" if error.param.startswith("messages") else _RENAMES.get(error.param, error.param)
     for theirs, ours in _ERROR_NAMES:
         name = name.replace(theirs, ours)
-    return error.renamed({error.param: name})
+    found = error.renamed({error.param: name})
+    return replace(found, message=re.sub(r"\b(tools\[\d+\])\.function", r"\1", found.message))
