@@ -17,7 +17,7 @@ from oarlock.errors import PluginError
 from oarlock.messages import EngineOutput, ErrorInfo
 from oarlock.server.state import Phase
 from toy_frontend import says
-from toy_server import MODEL, PumpedClient, events, refused, strict, toy_server
+from toy_server import MODEL, LateClient, PumpedClient, events, refused, strict, toy_server
 
 pytestmark = pytest.mark.asyncio
 
@@ -200,11 +200,6 @@ def events_error(response: Any) -> Any:
 
 
 async def test_a_queue_that_is_full_or_too_slow_says_when_to_try_again_on_every_route() -> None:
-    class Late(PumpedClient):
-        def _advance(self, request_id: str) -> list[EngineOutput]:
-            self.open.clear()
-            return [EngineOutput(request_id, finish_reason="error", error=ErrorInfo("waited too long", code="queue_timeout"))]
-
     plugin, chat = Plugin(), {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
     requests: list[tuple[str, dict[str, Any]]] = [
         ("/toy/whole", {"model": MODEL, "prompt": "x"}), ("/toy/stream", {"model": MODEL, "prompt": "x"}), ("/v1/responses", {"model": MODEL, "input": "x"}), ("/v1/responses", {"model": MODEL, "input": "x", "background": True}),
@@ -216,7 +211,7 @@ async def test_a_queue_that_is_full_or_too_slow_says_when_to_try_again_on_every_
         limit = toy.state.max_prompts_inside
         for is_full in (True, False):
             toy.state.max_prompts_inside, toy.state.num_prompts = (1, 1) if is_full else (limit, 0)
-            toy.engine.__class__ = Late
+            toy.engine.__class__, toy.engine.late = LateClient, 100
             for path, body in requests:
                 response = await toy.http.post(path, json=body)
                 assert response.status_code == 429 and response.headers.get("retry-after") == "1", (path, body, response.text)

@@ -17,7 +17,7 @@ from oarlock.async_llm import AsyncLLM
 from oarlock.config.sections import DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from oarlock.frontend.chat import ChatTemplate
 from oarlock.frontend.inputs import InputLimits, InputProcessor
-from oarlock.messages import EngineOutput, EngineOutputs
+from oarlock.messages import EngineOutput, EngineOutputs, ErrorInfo
 from oarlock.server.errors import unavailable
 from oarlock.server.parsing import load_parsers
 from oarlock.server.routes import make_app, plugin_server
@@ -60,6 +60,19 @@ class PumpedClient(ScriptedClient):
             positions = (None, *(position(token) for token in request.prompt_token_ids[1:]))
             outputs[0] = replace(outputs[0], prompt_logprobs=positions)
         return outputs
+
+
+class LateClient(PumpedClient):
+    """Its next `late` requests have waited too long in the queue. To be put in place of a toy's `engine.__class__`."""
+
+    late = 1
+
+    def _advance(self, request_id: str) -> list[EngineOutput]:
+        if not self.late:
+            return super()._advance(request_id)
+        self.late -= 1
+        self.open.pop(request_id)
+        return [EngineOutput(request_id, finish_reason="error", error=ErrorInfo("waited too long", code="queue_timeout"))]
 
 
 class Toy:

@@ -10,12 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from oarlock.messages import EngineOutput, ErrorInfo
 from oarlock_batches import routes
 from oarlock_batches.lines import LineError, read_line
 from oarlock_batches.multipart import parse_form
 from toy_frontend import says
-from toy_server import MODEL, PumpedClient, Toy, refused, strict, toy_server
+from toy_server import MODEL, LateClient, Toy, refused, strict, toy_server
 
 pytestmark = pytest.mark.asyncio
 
@@ -224,17 +223,11 @@ async def test_no_more_at_once_than_allowed_and_a_full_queue_is_waited_for(monke
 
 
 async def test_a_line_that_waited_too_long_in_the_queue_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Late(PumpedClient):
-        def _advance(self, request_id: str) -> list[EngineOutput]:
-            self.__class__ = PumpedClient
-            self.open.pop(request_id)
-            return [EngineOutput(request_id, finish_reason="error", error=ErrorInfo("waited too long", code="queue_timeout"))]
-
     monkeypatch.setattr(routes, "RETRY_S", 0.01)
     async with toy(concurrency=1) as here:
-        here.engine.__class__ = Late
+        here.engine.__class__ = LateClient
         batch = await run(here, jsonl(line("a"), line("b")))
-        assert type(here.engine) is PumpedClient and batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+        assert here.engine.late == 0 and batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
 
 
 async def test_a_batch_is_cancelled_with_what_it_has() -> None:
