@@ -151,6 +151,13 @@ def test_an_option_takes_effect_or_is_refused_when_set(option: Option) -> None:
         assert changed == {option.target}
 
 
+@pytest.mark.parametrize("name", ["host", "uds", "api-key", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "otlp-traces-endpoint"])
+def test_an_empty_variable_never_opens_a_server_to_more_than_was_meant(name: str) -> None:
+    for raw in ("", "None"):
+        with pytest.raises(ConfigError, match=f"--{name} is empty; give a value, or leave it out"):
+            coerce(next(o for o in OPTIONS if o.name == name), raw, "cli")
+
+
 @pytest.mark.parametrize("option", [o for o in OPTIONS if o.blank_is_unset], ids=lambda o: o.name)
 def test_the_default_can_be_typed_and_changes_nothing(option: Option) -> None:
     if option.default is None or option.default == ():

@@ -398,6 +398,17 @@ def make_observer(config: Any) -> Observer | None:
     return MADE[-1]
 
 
+def make_unwell(config: Any) -> Observer:
+    raise ValueError("--extra-depth is no address")
+
+
+def test_a_sink_that_cannot_be_made_says_why_in_a_line(install: Any) -> None:
+    sink = Extension("sink", "watch", f"{__name__}:make_unwell")
+    install(host(), with_hooks("extra", options=lambda: [DEPTH], extensions=lambda: [sink]))
+    with pytest.raises(PluginError, match="the sink watch of .* cannot be made: --extra-depth is no address"):
+        make_feed(prepare().config, "host")
+
+
 def test_a_sink_is_made_at_start_from_the_configuration_and_may_decline(install: Any) -> None:
     sink = Extension("sink", "watch", f"{__name__}:make_observer")
     install(host(), with_hooks("extra", options=lambda: [DEPTH], extensions=lambda: [sink]))

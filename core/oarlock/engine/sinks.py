@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from oarlock import extensions
 from oarlock.config.sections import EngineConfig
-from oarlock.errors import ConfigError
+from oarlock.errors import ConfigError, PluginError
 from oarlock.messages import EngineOutputs
 
 log = logging.getLogger("oarlock.engine")
@@ -130,7 +130,11 @@ def make_feed(config: EngineConfig, device: str, own: dict[str, Sink] | None = N
         raise ConfigError(f"{option} needs a package that sends spans, and none is installed; run pip install ./plugins/otel", option=option)
     sinks: dict[str, Sink] = dict(own or {})
     for plugin, part in extensions.parts("sink", device):
-        made = extensions.load(part)(config)
+        factory = extensions.load(part)
+        try:
+            made = factory(config)
+        except Exception as error:
+            raise PluginError(f"the sink {part.name} of {plugin.distribution} cannot be made: {error}") from error
         if made is not None:
             sinks[f"{part.name} ({plugin.distribution})"] = made
     return Feed(sinks) if sinks else None

@@ -7,7 +7,9 @@ Never: knows a model or the engine.
 
 from __future__ import annotations
 
-from oarlock.backend_api import Extension, OptionSpec, hookimpl
+from typing import Any
+
+from oarlock.backend_api import Extension, OptionSpec, Problem, hookimpl
 
 
 @hookimpl
@@ -20,6 +22,13 @@ def options() -> list[OptionSpec]:
         OptionSpec("batches", "max-batches", "int", 100, "Batches kept, the oldest that have ended are dropped first; as many may be open."),
         OptionSpec("batches", "concurrency", "int", 16, "Requests of all batches that are answered at once."),
     ]
+
+
+@hookimpl
+def check_model(model: Any, config: Any, device: Any) -> list[Problem]:
+    """Whether the options are sensible numbers."""
+    found = {one.flag: config.device.options.get(one.flag.replace("-", "_"), 1) for one in options()}
+    return [Problem("error", f"--{flag} is {value}, and it must be at least 1", "give more, or leave it out") for flag, value in found.items() if value < 1]
 
 
 @hookimpl

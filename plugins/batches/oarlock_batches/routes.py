@@ -32,12 +32,9 @@ CREATE = RouteFields(
 
 
 def add(server: RouteServer) -> None:
-    """Every route. Raises ValueError for options that make no sense."""
+    """Every route."""
     names = ("max_files", "max_mib", "max_lines", "max_batches", "concurrency")
     sizes = {name: server.options[f"batches_{name}"] for name in names}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"--batches-{name.replace('_', '-')} is {value}; it must be at least 1")
     store = FileStore(sizes["max_files"], sizes["max_mib"] << 20)
     Files(store).add(server)
     Batches(server, store, sizes["max_lines"], sizes["max_batches"], sizes["concurrency"]).add()

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import oarlock_batches
 import pytest
 from oarlock_batches import routes
 from oarlock_batches.lines import LineError, read_line
@@ -302,3 +304,11 @@ async def test_the_end_of_the_server_fails_the_lines_that_are_open() -> None:
         batch = await finished(here, key)
         assert batch["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
         assert {answer["response"]["body"]["error"]["code"] for answer in await lines_of(here, batch["error_file_id"])} == {"shutting_down"}
+
+
+async def test_options_beyond_their_bounds_are_said_before_the_model_is_read() -> None:
+    def said(**options: int) -> list[str]:
+        return [problem.text for problem in oarlock_batches.check_model(None, SimpleNamespace(device=SimpleNamespace(options=options)), None)]
+
+    assert said() == said(batches_max_mib=1) == []
+    assert said(batches_max_mib=0, batches_concurrency=-1) == [f"--batches-{name} is {value}, and it must be at least 1" for name, value in (("max-mib", 0), ("concurrency", -1))]

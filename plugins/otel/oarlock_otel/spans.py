@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from urllib.parse import urlsplit
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
@@ -17,6 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 NAME = "llm_request"
+MAX_PARENT = 512  # characters of a client's traceparent, of which 55 have a meaning; OpenTelemetry writes a line into the log for each longer one
 PROTOCOLS = ("http/protobuf", "grpc")
 NS = 1_000_000_000
 
@@ -36,7 +38,7 @@ class Spans:
     def finished(self, records: list[Any]) -> None:
         for record in records:
             traceparent, *_ = (*record.request.trace, "")
-            parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent}) if traceparent else None
+            parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent}) if 0 < len(traceparent) <= MAX_PARENT else None
             start, end = record.metrics.arrival_s, record.metrics.finished_s or record.metrics.arrival_s
             span = self._tracer.start_span(NAME, parent, trace.SpanKind.SERVER, attributes=attributes(record, self._model), start_time=int(start * NS))
             if record.error is not None:
@@ -89,6 +91,9 @@ def _exporter(endpoint: str) -> Any:
     protocol = next((os.environ[name] for name in names if os.environ.get(name)), PROTOCOLS[0])
     if protocol not in PROTOCOLS:
         raise ValueError(f"{names[0]} is {protocol!r}; it must be {' or '.join(PROTOCOLS)}")
+    url = urlsplit(endpoint)
+    if protocol != "grpc" and (url.scheme not in ("http", "https") or not url.hostname):
+        raise ValueError(f"--otlp-traces-endpoint is {endpoint!r}; it must be the collector's whole address, such as http://localhost:4318/v1/traces")
     try:
         if protocol == "grpc":
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Exporter

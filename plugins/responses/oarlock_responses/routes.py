@@ -25,10 +25,8 @@ PROMPTLY_S = 0.2  # how long a background response waits for its first token, so
 
 
 def add(server: RouteServer) -> None:
-    """Every route. Raises ValueError for options that make no sense."""
+    """Every route."""
     max_stored, max_mib = server.options["responses_max_stored"], server.options["responses_max_stored_mib"]
-    if max_stored < 0 or max_mib < 1:
-        raise ValueError(f"--responses-max-stored is {max_stored} and --responses-max-stored-mib {max_mib}; they must be at least 0 and 1")
     responses = Responses(server, Store(max_stored, max_mib << 20))
     server.add(Route("POST", "/v1/responses", responses.create, CREATE, generates=True))
     server.add(Route("GET", "/v1/responses/{response_id}", responses.retrieve))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import oarlock_responses
 import openai
 import pytest
 from oarlock_responses import routes
@@ -377,3 +379,9 @@ async def test_reasoning_that_the_server_tells_apart_is_an_item_before_the_messa
     assert same(whole.response) == same(streamed.response)
     assert [item["type"] for item in whole.response["output"]] == ["reasoning", "message"]
     assert whole.response["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}] and whole.message == {"role": "assistant", "content": "Yes."}
+
+
+@pytest.mark.parametrize(("options", "words"), [({"responses_max_stored": -1}, "--responses-max-stored is -1"), ({"responses_max_stored_mib": 0}, "--responses-max-stored-mib is 0"), ({}, "")])
+async def test_options_beyond_their_bounds_are_said_before_the_model_is_read(options: dict[str, Any], words: str) -> None:
+    problems = oarlock_responses.check_model(None, SimpleNamespace(device=SimpleNamespace(options=options)), None)
+    assert len(problems) == bool(words) and all(words in problem.text for problem in problems)

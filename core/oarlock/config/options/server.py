@@ -12,25 +12,25 @@ from functools import partial
 from oarlock.config.option import Option
 
 _http = partial(Option, group="HTTP server", offline=False)
+_where = partial(_http, blank_is_unset=False)  # an empty variable must not open to all what was meant for few
 _limit = partial(Option, group="Limits of one request", offline=False, low=1)
 _log = partial(Option, group="Logs and statistics")
 
 OPTIONS: tuple[Option, ...] = (
-    _http("host", "str", None, "Address to listen on. Unset: all.", "server.host"),
+    _where("host", "str", None, "Address to listen on. Unset: all.", "server.host"),
     _http("port", "int", 8000, "Port to listen on; 0: any free one.", "server.port", low=0, high=65535),
-    _http("uds", "str", None, "Unix socket to listen on instead of host and port.", "server.uds"),
-    _http(
+    _where("uds", "str", None, "Unix socket to listen on instead of host and port.", "server.uds"),
+    _where(
         "api-key", "repeat", (), "Key that requests must send as a bearer token; repeatable. Unset: OARLOCK_API_KEY or VLLM_API_KEY of the "
         "environment, else none is asked for. Guards every route but /health, /ping and /version.", "server.api_keys",
-        blank_is_unset=False,
     ),
     _http("allow-credentials", "bool", False, "CORS: allow credentials.", "server.allow_credentials"),
     _http("allowed-origins", "strings", (), 'CORS: JSON list of origins; ["*"]: all. Unset: none.', "server.allowed_origins"),
     _http("allowed-methods", "strings", ("*",), "CORS: JSON list of methods.", "server.allowed_methods"),
     _http("allowed-headers", "strings", ("*",), "CORS: JSON list of headers.", "server.allowed_headers"),
-    _http("ssl-keyfile", "str", None, "Private key file for HTTPS.", "server.ssl_keyfile"),
-    _http("ssl-certfile", "str", None, "Certificate file for HTTPS.", "server.ssl_certfile"),
-    _http("ssl-ca-certs", "str", None, "Certificates of authorities that client certificates are checked against.", "server.ssl_ca_certs"),
+    _where("ssl-keyfile", "str", None, "Private key file for HTTPS.", "server.ssl_keyfile"),
+    _where("ssl-certfile", "str", None, "Certificate file for HTTPS.", "server.ssl_certfile"),
+    _where("ssl-ca-certs", "str", None, "Certificates of authorities that client certificates are checked against.", "server.ssl_ca_certs"),
     _http("ssl-cert-reqs", "int", 0, "Client certificates: 0 none, 1 optional, 2 required.", "server.ssl_cert_reqs", choices=(0, 1, 2)),
     _http("root-path", "str", None, "Path prefix under which a proxy serves this server.", "server.root_path"),
     _http("middleware", "repeat", (), "ASGI middleware by import path, a function or a class; repeatable.", "server.middleware"),
@@ -99,6 +99,6 @@ OPTIONS: tuple[Option, ...] = (
     _log("max-log-len", "int", None, "Longest part of a prompt in the log, in characters. Unset: all of it.", "observability.max_log_len", low=0, offline=False),
     _log(
         "otlp-traces-endpoint", "str", None, "OpenTelemetry collector that gets a span for each request (http://localhost:4318/v1/traces). Needs plugins/otel.",
-        "observability.otlp_traces_endpoint", offline=False,
+        "observability.otlp_traces_endpoint", offline=False, blank_is_unset=False,
     ),
 )  # fmt: skip
