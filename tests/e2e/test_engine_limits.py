@@ -165,6 +165,8 @@ def test_memory_is_what_the_plan_says(checkpoint, device, family):
         assert cache == plan["KV cache"] and (4 << 20) - block < cache <= 4 << 20
         assert tier == plan["host KV tier"] and (2 << 20) - block < tier <= 2 << 20
         assert tier // block == engine.info.num_host_blocks
+        whole = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for cache in runner.host_tier for t in cache}
+        assert list(whole.values()) == [tier]  # one piece: pinned memory is rounded up to a power of two, and layers would each be
 
         every = {id(t): t for t in tensors(engine.worker.weights)}  # a tied head counts once
         size = sum(t.numel() * t.element_size() for t in every.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,10 +30,10 @@ def source_hash(root: Path = ROOT) -> str:
 
 
 class Results:
-    """The figures of one mode on one device. `facts` say where they come from."""
+    """The figures of one mode on one device. `facts` say where they come from. Several threads may measure at a time."""
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
-        self.path = path
+        self.path, self._lock = path, threading.Lock()
         self.data: dict[str, Any] = {**facts, "date": time.strftime("%Y-%m-%d"), "sources": source_hash(), "finished": False, "figures": {}}
         old = read(path)
         if old is not None:
@@ -47,8 +48,9 @@ class Results:
         return "error" not in self.data["figures"].get(name, {"error": ""})
 
     def put(self, name: str, figure: dict[str, Any]) -> None:
-        self.data["figures"][name] = figure
-        self._write()
+        with self._lock:
+            self.data["figures"][name] = figure
+            self._write()
 
     def finish(self) -> None:
         self.data["finished"] = True

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     if options.child:
         return child(options)
     environment = dict(os.environ)
-    if options.device == "cuda" and (problem := no_gpu()):
+    if options.device == "cuda" and (problem := no_gpu(options.wheels)):
         print(f"nothing was run, for there is no GPU that can be used here: {problem}", file=sys.stderr)
         return NO_GPU
     if not options.installed:
@@ -75,15 +75,15 @@ def install(out: Path, wheels: Path | None) -> Path:
         return target
     target.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-index", "--no-deps", "--upgrade", "--target", str(target)]
+    found = sorted(map(str, wheels.glob("*.whl"))) if wheels else []
+    if found:  # first: what builds ours may be among them
+        _pip([*pip, *found], dict(os.environ))
     with tempfile.TemporaryDirectory() as scratch:
         for folder in (name for name in PACKAGES if (ROOT / name / "pyproject.toml").is_file()):
             configuration = Path(scratch) / "setup.cfg"  # nothing is left beside the sources
             work = Path(scratch) / folder.replace("/", "-").replace(".", "oarlock")
             configuration.write_text(f"[build]\nbuild_base = {work}\n[egg_info]\negg_base = {scratch}\n")
-            _pip([*pip, "--no-build-isolation", str(ROOT / folder)], {**os.environ, "DIST_EXTRA_CONFIG": str(configuration)})
-        found = sorted(map(str, wheels.glob("*.whl"))) if wheels else []
-        if found:
-            _pip([*pip, *found], dict(os.environ))
+            _pip([*pip, "--no-build-isolation", str(ROOT / folder)], {**os.environ, "DIST_EXTRA_CONFIG": str(configuration), "PYTHONPATH": joined(target)})
     stamp.write_text(key)
     return target
 
@@ -100,15 +100,22 @@ def absent(names: tuple[str, ...], environment: dict[str, str]) -> list[str]:
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout.split()
 
 
-def no_gpu() -> str:
-    """Why there is none, by the probe of the cuda package as it lies in this tree; "": there is one."""
+def no_gpu(wheels: Path | None) -> str:
+    """Why there is none, by the probe of the cuda package as it lies in this tree; "": there is one.
+
+    Raises:
+        SystemExit: it could not be asked; that says nothing of the GPU.
+    """
     code = (
         "from oarlock_cuda.plugin import probe; found = probe()\n"
         "print('' if found.status == 'available' else f'{found.reason} ({found.status}); {found.remedy}')"
     )
-    environment = {**os.environ, "PYTHONPATH": joined(ROOT / "core", ROOT / "backends/cuda")}
+    carried = wheels.glob("pluggy-*.whl") if wheels else ()  # a wheel of Python alone is imported as it is
+    environment = {**os.environ, "PYTHONPATH": joined(ROOT / "core", ROOT / "backends/cuda", *carried)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if not done.returncode else done.stderr.strip().splitlines()[-1]
+    if done.returncode:
+        raise SystemExit(f"the GPU cannot be asked for: {done.stderr.strip().splitlines()[-1]}; what is missing can be carried as wheels: --wheels DIR")
+    return done.stdout.strip()
 
 
 def joined(*folders: Path) -> str:

@@ -47,7 +47,7 @@ def script(*arguments: str, bare: Path | None = None) -> subprocess.CompletedPro
 
 
 def has_gpu() -> bool:
-    return not gpu_run.no_gpu()
+    return not gpu_run.no_gpu(None)
 
 
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
@@ -85,7 +85,7 @@ def test_a_mode_runs_to_its_end_without_an_http_stack(tmp_path, mode, figures, u
 
 def test_the_kit_is_run_in_parts_and_goes_on_where_it_was_cut(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(gpu_kit, "_part", lambda device, level, pattern, beside: asked.append((level, pattern)) or {"value": 3, "unit": "cases", "bad": 0, "counts": {"pass": 3}})
+    monkeypatch.setattr(gpu_kit, "_part", lambda device, part, beside: asked.append(part[1:]) or {"value": 3, "unit": "cases", "bad": 0, "counts": {"pass": 3}})
     results = gpu_results.Results(tmp_path / "kit.json", FACTS)
     results.put("level 0 and 1", {"value": 30, "unit": "cases", "bad": 0})
     assert gpu_kit.run(gpu_results.Results(tmp_path / "kit.json", FACTS), "cpu", False, False)
@@ -96,7 +96,7 @@ def test_the_kit_is_run_in_parts_and_goes_on_where_it_was_cut(tmp_path, monkeypa
 
 
 def test_a_part_of_the_kit_runs(tmp_path):
-    found = gpu_kit._part("cpu", "0", r"api_version|capabilities", tmp_path / "kit.json")
+    found = gpu_kit._part("cpu", ("0", "0", r"api_version|capabilities"), tmp_path / "kit.json")
     assert found["value"] == 2 and found["counts"] == {"pass": 2} and found["bad"] == 0 and not list(tmp_path.iterdir())
 
 
@@ -141,6 +141,31 @@ def test_what_the_sanitizer_said(said, value):
 def test_a_sanitizer_without_a_summary_proves_nothing():
     with pytest.raises(RuntimeError, match="no summary"):
         gpu_sanitize.summary("Target application terminated before first instrumented API call", 1)
+    with pytest.raises(RuntimeError, match="did not all pass .exit 2.*no case matches"):
+        gpu_sanitize.summary("oarlock: no case matches\n========= ERROR SUMMARY: 0 errors\n", 2)
+
+
+@pytest.mark.parametrize(("name", "level", "pattern"), gpu_sanitize.CASES)
+def test_what_is_sanitised_are_cases(name, level, pattern):
+    from oarlock.conformance import kit
+
+    found = {case.id.partition("[")[0] for case in kit.select(kit.Choice(kit.parse_levels(level), pattern=pattern))}
+    assert len(found) == {"attention": 1, "layers": 6, "sampling": 4}[name], found
+
+
+def test_what_is_sanitised_runs_without_graphs(tmp_path):
+    check = gpu_sanitize.EAGER.replace("raise SystemExit(main())", "print(subject.Subject.named('sim-eager').graph)\nraise SystemExit(main())")
+    ran = subprocess.run([sys.executable, "-c", check, "conformance", "--device", "cpu", "--level", "0", "-k", "api_version"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and "EagerRunner" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_a_gpu_that_cannot_be_asked_for_is_not_one_that_is_missing(monkeypatch, tmp_path):
+    package = tmp_path / "core/oarlock_cuda"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import no_such_module")
+    monkeypatch.setattr(gpu_run, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="the GPU cannot be asked for: ModuleNotFoundError.*--wheels DIR"):
+        gpu_run.no_gpu(tmp_path)
 
 
 # ---------------------------------------------------------------- installation

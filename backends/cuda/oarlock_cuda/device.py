@@ -78,7 +78,7 @@ class CudaDevice(Device):
         return tensor.to(self.torch_device)
 
     def verify(self) -> None:
-        """Also a small product of matrices, so that libraries and kernels for this chip are there.
+        """Also a small product of matrices, so that libraries and kernels for this chip are there, and whether Triton can launch.
 
         Raises:
             RuntimeError: they are not, or the GPU computes nonsense.
@@ -95,6 +95,11 @@ class CudaDevice(Device):
             ) from error
         if got != 16.0**3:
             raise RuntimeError(f"{self.torch_device} computed {got} as the sum of a product of ones, which is {16.0**3}")
+        if vendor.has_triton() and plugin.has_kernels() and (problem := vendor.compile_problem()):
+            raise RuntimeError(
+                f"Triton cannot launch a kernel: {problem}. It needs a C compiler (gcc, or what CC names), Python's headers (python3-dev, as some "
+                f"systems call them) and a folder to write to (TRITON_CACHE_DIR). Without kernels, plain torch serves: pip uninstall {plugin.KERNELS[0]}"
+            )
 
     def buckets(self, max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> dict[str, tuple[int, ...]]:
         return decode_buckets(max_num_seqs, max_blocks)

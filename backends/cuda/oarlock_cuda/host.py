@@ -77,7 +77,7 @@ def _chosen(asked: str, whole: list[Gpu], parts: list[Gpu], count: int) -> list[
     found: list[Gpu] = []
     for entry in asked.split(","):
         name = entry.strip()
-        if name.isdigit() and int(name) < count:
+        if name.isascii() and name.isdigit() and int(name) < count:
             found += (whole or parts)[int(name) : int(name) + 1] or (whole or parts)[:1]
         elif name.startswith(("GPU-", "MIG-")) and (fits := [gpu for gpu in (*whole, *parts) if gpu.uuid.startswith(name)]):
             found.append(fits[0])

@@ -33,12 +33,18 @@ HALF, FP8_E5M2, FP8 = (8, 0), (8, 0), (8, 9)  # what computes in bfloat16, and c
 # What the usual index has for Linux is built for CUDA; one built for the CPU alone counts as installed already, so it must be replaced.
 TORCH_INSTALL = "pip install --force-reinstall torch==2.13.0"
 DRIVERS = {12: "525", 13: "580"}  # the first driver of each CUDA, which serves its minor versions too
+KERNELS = ("oarlock-triton-kernels", "oarlock_triton_kernels")  # distribution and package
 _GIB = 1 << 30
 
 
 def dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
     """Preferred first."""
     return ("bfloat16", "float16", "float32") if capability >= HALF else ("float16", "float32")
+
+
+def has_kernels() -> bool:
+    """Whether the Triton kernels are installed."""
+    return importlib.util.find_spec(KERNELS[1]) is not None
 
 
 def kv_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
@@ -138,7 +144,7 @@ def adjust_config(config: Any, device: DeviceSpec) -> list[ConfigChange]:
 @hookimpl
 def check_model(model: Any, config: Any, device: DeviceSpec) -> list[Problem]:
     """Without kernels everything is right, and slow: that must not go unsaid."""
-    missing = [name for name, package in (("oarlock-triton-kernels", "oarlock_triton_kernels"), ("triton", "triton")) if importlib.util.find_spec(package) is None]
+    missing = [name for name, package in (KERNELS, ("triton", "triton")) if importlib.util.find_spec(package) is None]
     if not missing:
         return []
     remedy = "pip install ./plugins/triton_kernels, in a checkout of Oarlock" if missing[0] != "triton" else "pip install triton, in the version that the installed torch requires"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -92,6 +92,17 @@ def collectives() -> tuple[str, ...]:
     return (BACKEND,) if torch.distributed.is_available() and torch.distributed.is_nccl_available() else ()
 
 
+def compile_problem() -> str:
+    """Why Triton, which is installed, cannot launch kernels on the current GPU; "" where it can. The first time, it compiles a little C."""
+    from triton.runtime import driver
+
+    try:
+        driver.active.utils.get_device_properties(driver.active.get_current_device())
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a compiler, its headers, a folder to write to, the driver: whatever fails, a sentence says so
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 # ---------------------------------------------------------------- memory
 def memory(index: int) -> tuple[int, int]:
     """(free, total) bytes. What torch's allocator keeps for its next use is free."""
@@ -147,10 +158,16 @@ def graph_pool() -> Any:
     return module().graph_pool_handle()
 
 
-def capture(graph: Any, pool: Any) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def capture(graph: Any, pool: Any) -> Iterator[None]:
     """What this thread launches inside is recorded, not run. Other threads (NCCL's watchdog) may ask the driver meanwhile."""
-    context: contextlib.AbstractContextManager[Any] = module().graph(graph, pool=pool, capture_error_mode="thread_local")
-    return context
+    stream = module().current_stream()
+    try:
+        with module().graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    except BaseException:
+        module().set_stream(stream)  # torch leaves the recording's own stream current where it cannot end it
+        raise
 
 
 # ---------------------------------------------------------------- memory that several GPUs read

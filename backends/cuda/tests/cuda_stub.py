@@ -164,6 +164,7 @@ class StubCuda:
     def __init__(self, count: int = 1, total: int = 1024 * MIB, capability: tuple[int, int] = (9, 0)) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.count, self.total, self.capability, self.used, self.kept, self.peak, self.others = count, total, capability, 0, 0, 0, 0
+        self.stream: object = "the default one"
         self.apart: set[tuple[int, int]] = set()  # GPUs of which the first cannot read the second's memory
         self.CUDAGraph = partial(_NotedGraph, self)
 
@@ -224,6 +225,14 @@ class StubCuda:
         self._note("Event")
         return SimpleNamespace(record=lambda: self._note("Event.record"), synchronize=lambda: self._note("Event.synchronize"))
 
+    def current_stream(self, device: Any = None) -> object:
+        self._note("current_stream")
+        return self.stream
+
+    def set_stream(self, stream: object) -> None:
+        self._note("set_stream", stream)
+        self.stream = stream
+
     def graph_pool_handle(self) -> object:
         self._note("graph_pool_handle")
         return object()
@@ -231,8 +240,13 @@ class StubCuda:
     @contextlib.contextmanager
     def graph(self, cuda_graph: StandInGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
         self._note("graph", cuda_graph, pool=pool, capture_error_mode=capture_error_mode)
-        with cuda_graph.recording():
-            yield
+        before, self.stream = self.stream, "of recordings"
+        try:
+            with cuda_graph.recording():
+                yield
+        except BaseException as error:
+            raise RuntimeError("capture_end: the recording is invalid") from error  # as torch: the stream stays
+        self.stream = before
 
     # ------------------------------------------------------------ memory of its own
     def own(self, tensor: torch.Tensor) -> torch.Tensor:

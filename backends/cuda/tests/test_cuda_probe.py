@@ -132,7 +132,7 @@ def test_a_driver_that_is_older_than_torch(machine):
 # ---------------------------------------------------------------- what CUDA will show
 @pytest.mark.parametrize(
     ("asked", "count"),
-    [("0", 1), ("1,0", 2), ("0,1,2", 2), ("2,0", 0), ("", 0), ("-1", 0), ("GPU-1", 1), ("none", 0)],
+    [("0", 1), ("1,0", 2), ("0,1,2", 2), ("2,0", 0), ("", 0), ("-1", 0), ("GPU-1", 1), ("none", 0), ("\N{SUPERSCRIPT TWO}", 0)],
 )
 def test_cuda_visible_devices_is_heeded(machine, monkeypatch, asked, count):
     machine(FakeNvml([FakeGpu(), FakeGpu()]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cuda_stub import MIB
 
-from oarlock_cuda import vendor
+from oarlock_cuda import plugin, vendor
 from oarlock_cuda.capture import CudaGraphRunner
 from oarlock_cuda.device import PINNED_LIMIT, CudaDevice
 from oarlock_cuda.memory import CudaMemoryProfiler
@@ -39,6 +39,7 @@ def test_torch_declares_every_call_that_is_made(stub):
     assert made == {
         "device_count", "set_device", "synchronize", "mem_get_info", "memory_reserved", "memory_allocated", "max_memory_reserved", "reset_peak_memory_stats",
         "empty_cache", "get_device_properties", "get_device_capability", "get_arch_list", "Event", "Event.record", "Event.synchronize", "graph_pool_handle", "graph",
+        "current_stream",
     }  # fmt: skip
     for name in ("record", "synchronize"):
         inspect.signature(getattr(torch.cuda.Event, name)).bind(object())
@@ -132,3 +133,44 @@ def test_decodes_are_padded_and_all_else_has_its_own_shape(stub):
     assert found == {"decode_rows": (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256), "blocks": (128, 512)}
     assert device.buckets(1000, 8192, 5)["decode_rows"][-1] == 512  # beyond it a step runs as it is
     assert device.buckets(12, 256, 1) == {"decode_rows": (1, 2, 4, 8, 12), "blocks": (1,)}
+
+
+def test_a_recording_that_breaks_off_says_why_and_leaves_the_stream_as_it_was(stub):
+    runner = CudaGraphRunner(CudaDevice())
+    args = ({}, {}, {}, torch.zeros(1, dtype=torch.int32), {"x": torch.ones(2)})
+    run = runner.compile(lambda w, written, read, packed, i: ({}, {"y": i["x"] * float(i["x"].sum())}), args, "head-1")
+    with pytest.raises(RuntimeError, match=r"program head-1 cannot be captured: aten\._local_scalar_dense.*waits for the device") as caught:
+        run(*args)
+    assert "capture_end" in str(caught.value.__cause__) and stub.stream == "the default one"
+
+
+def test_memory_that_runs_out_while_it_is_recorded_is_that_error(stub):
+    runner, calls = CudaGraphRunner(CudaDevice()), []
+
+    def program(*args):
+        calls.append(args)
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return {}, {}
+
+    args = ({}, {}, {}, torch.zeros(1, dtype=torch.int32), {})
+    run = runner.compile(program, args, "forward-1")
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        run(*args)
+
+
+def test_a_triton_that_cannot_launch_is_found_before_a_model_is_loaded(stub, monkeypatch):
+    monkeypatch.setattr(vendor, "has_triton", lambda: True)
+    monkeypatch.setattr(vendor, "compile_problem", lambda: "")
+    CudaDevice().verify()
+    monkeypatch.setattr(vendor, "compile_problem", lambda: "RuntimeError: Failed to find C compiler.")
+    with pytest.raises(RuntimeError, match=r"Failed to find C compiler\..*gcc.*python3-dev.*TRITON_CACHE_DIR.*pip uninstall oarlock-triton-kernels"):
+        CudaDevice().verify()
+    monkeypatch.setattr(plugin, "has_kernels", lambda: False)  # torch brings a Triton that nobody uses
+    CudaDevice().verify()
+
+
+def test_why_triton_cannot_launch():
+    """Here there is no NVIDIA driver, so that asking it must give a sentence, and raise nothing."""
+    pytest.importorskip("triton")
+    assert not torch.cuda.is_available() and "Error" in vendor.compile_problem()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -80,8 +81,10 @@ class ModelRunner:
         if not self.limits.num_host_blocks:
             return []
         shapes = self.model.attentions[0].kv_layout(self.limits.num_host_blocks)
-        pin = self.device.capabilities.pinned_memory
-        return [tuple(torch.empty(s, dtype=self.dtype, pin_memory=pin) for s in shapes) for _ in range(self.num_tensors)]
+        sizes = [prod(shape) for shape in shapes] * self.num_tensors
+        # In one piece: torch rounds pinned memory up to a power of two, which the whole may be, and a layer's part is not.
+        parts = iter(torch.empty(sum(sizes), dtype=self.dtype, pin_memory=self.device.capabilities.pinned_memory).split(sizes))
+        return [tuple(next(parts).view(shape) for shape in shapes) for _ in range(self.num_tensors)]
 
     def history_width(self, needed: int) -> int:
         """Width that penalties read. Exact shapes: grown to what the batch needs, by doubling; else fixed."""

@@ -19,6 +19,7 @@ import abc
 import contextlib
 import logging
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -70,14 +71,15 @@ class CaptureRunner(GraphRunner):
         """
         if self._pool is None:
             self._pool = self.new_pool()
-        graph = self.new_graph()
+        graph, known = self.new_graph(), sys.exception()
         try:
             with self.recording(graph, self._pool):
                 outputs = launch()
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            raise RuntimeError(f"program {tag} cannot be captured: {error}. --enforce-eager runs programs as they are") from error
+            first = _first(error, known)
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None
+            raise RuntimeError(f"program {tag} cannot be captured: {first}. --enforce-eager runs programs as they are") from error
         self._captures += 1
         log.debug("captured %s, %d in all", tag, self._captures)
         return graph, outputs
@@ -121,6 +123,13 @@ class _Captured:
         if not set(_addresses(self._results[0])) <= set(_addresses(state[1])):
             raise RuntimeError(f"program {self._tag} returns new state; a captured program must update its state in place")
         self._weights, self._addresses = state[0], _addresses(state[1:])
+
+
+def _first(error: BaseException, known: BaseException | None) -> BaseException:
+    """What went wrong first, `known` aside: a recording that is broken off fails once more when it is ended, and says nothing of why."""
+    while error.__context__ is not None and error.__context__ is not known:
+        error = error.__context__
+    return error
 
 
 def _addresses(tree: Any) -> tuple[int, ...]:
