@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,8 @@ def run(results: Results, device: str, is_tiny: bool, has_server: bool) -> bool:
     batches = (2, 4) if is_tiny else (64, 256)
     figures = [
         ("start to first token", partial(first_token, model)),
-        ("copy bandwidth", partial(copy_rate, sizes, where)),
-        ("matrix rate", partial(matrix_rate, sizes, where)),
+        ("copy bandwidth", partial(released, copy_rate, sizes, where)),
+        ("matrix rate", partial(released, matrix_rate, sizes, where)),
         ("decode, batch 1", partial(decode, model, 1)),
         *((f"decode, batch {rows}", partial(decode, model, rows)) for rows in batches),
         ("prefill, 2048 tokens", partial(prefill, model)),
@@ -112,27 +113,24 @@ def run(results: Results, device: str, is_tiny: bool, has_server: bool) -> bool:
     return all(done)
 
 
+def released(make: Callable[..., dict[str, Any]], sizes: dict[str, Any], where: torch.device) -> dict[str, Any]:
+    """Its figure; the allocator keeps nothing of it, for what the model takes is measured, too."""
+    figure = make(sizes, where)
+    if where.type == "cuda":
+        torch.cuda.empty_cache()
+    return figure
+
+
 def copy_rate(sizes: dict[str, Any], where: torch.device) -> dict[str, Any]:
     size = min(sizes["copy_bytes"], 256 << 20)  # the model has the memory
     source, target = (torch.zeros(size // 4, device=where) for _ in range(2))
-    seconds = seconds_of([lambda: target.copy_(source)], where)
-    del source, target
-    return _released(plain(2 * size / seconds / 1e9, "GB/s", bytes=size), where)
+    return plain(2 * size / seconds_of([lambda: target.copy_(source)], where) / 1e9, "GB/s", bytes=size)
 
 
 def matrix_rate(sizes: dict[str, Any], where: torch.device) -> dict[str, Any]:
     size, dtype = sizes["matrix"], getattr(torch, sizes["dtype"])
     a, b = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
-    seconds = seconds_of([lambda: a @ b], where)
-    del a, b
-    return _released(plain(2 * size**3 / seconds / 1e12, "TFLOP/s", size=size), where)
-
-
-def _released(figure: dict[str, Any], where: torch.device) -> dict[str, Any]:
-    """The allocator keeps nothing of what was measured: what the model takes is measured, too."""
-    if where.type == "cuda":
-        torch.cuda.empty_cache()
-    return figure
+    return plain(2 * size**3 / seconds_of([lambda: a @ b], where) / 1e12, "TFLOP/s", size=size)
 
 
 def first_token(model: Model) -> dict[str, Any]:
