@@ -34,15 +34,34 @@ INTRODUCTION = """# Kernels
 The Triton kernels of `plugins/triton_kernels`, a chapter each: what a program of the grid does, what its arguments are, what it costs, which
 limit binds it on a large chip, and what it compiles to. They serve every device that declares `triton`; which op is served by what, `oarlock
 doctor` says for a device. This page is made by `python tools/gen_kernels_doc.py` from the docstrings and from Triton's own compiler;
-nothing in it was measured on hardware.
+**nothing in it was measured on hardware**.
 
-Read a table so: a line is one call of a launcher with the sizes of a real model, a cell is what one chip's program takes: **registers** of a
-thread · **shared** memory in bytes · **warps** · the matrix instruction, if it has one. Bold is what spills, with the reason at the end of this
-page. Calls are compiled through the launcher's own specialisation, with a driver that describes the chip:
+{contents}
+
+## How to read it
+
+A chapter opens with the grid and what one program computes. Then come its arguments: shape, dtype and strides of each pointer (one dimension of
+stride 1 is said, not passed), and what its compile-time sizes are. Letters are those of the legend at the head of the file; K is always the
+inputs of a linear, KV the heads of keys and values. Three notes end it: the **reference** in plain torch that it must equal, in float64, over the
+conformance kit's cases; the **cost** in operations and bytes; and the limit that **binds**, by arithmetic: the matrix units, memory, or the
+latency of what waits for each other.
+
+Its table says what it compiles to. A line is one call of a launcher with the sizes of a real model, or several whose code takes the same; a cell
+is what one chip's program takes: **registers** of a thread · **shared** memory in bytes · **warps** · the matrix instruction, if it has one · `tma`
+where it copies by descriptors · `divided` where copies and products have warps of their own. Two entries are two launches. Bold is what spills,
+with the reason at the end of this page. Calls are compiled through the launcher's own specialisation, with a driver that describes the chip:
 
 | chip | units | shared memory of a program |
 |---|---|---|
 {chips}
+
+## What all of them keep
+
+- Sums are in float32 and rounded once; int8 products are summed in int32, exactly. The number of rows chooses a tile, never a definition.
+- Nothing is chosen by timing, and no value of a tensor is read on the host: a run repeats, and a CUDA graph may record every launch.
+- Offsets into what grows with the cache, the tokens or the vocabulary are of 64 bits.
+- Where several programs share one result, their parts are added up in order, by the last of them or by a launch of its own.
+- What is padding is not read where it may hold anything, and its result is 0 or not written.
 """
 
 
@@ -93,11 +112,16 @@ def table_of(rows: list[kernel_compile.Compiled]) -> list[str]:
     cells: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in rows:
         product = re.sub(r"^(v_)?(s?w?g?mma|mfma|tcgen05).*", r"\2", row.products)
-        cell = f"{row.registers} · {row.shared} · {row.warps}{' · ' + product if product else ''}"
+        more = (product, row.copies, "divided" if row.divided else "")
+        cell = " · ".join((str(row.registers), str(row.shared), str(row.warps), *filter(None, more)))
         cells.setdefault((row.model, row.text), {}).setdefault(row.chip, []).append(f"**{cell} · spills {row.spilled}**" if row.spilled else cell)
+    calls: dict[tuple[str, str], list[str]] = {}  # of one model whose code takes the same
     for (model, text), of in cells.items():
-        out.append(f"| {model} | {text} | {' | '.join('<br>'.join(of.get(chip, ['–'])) for chip in CHIPS)} |")
-    return [*out, ""]
+        calls.setdefault((model, " | ".join("<br>".join(of.get(chip, ["–"])) for chip in CHIPS)), []).append(text)
+    models: dict[tuple[str, str], list[str]] = {}
+    for (model, taken), texts in calls.items():
+        models.setdefault(("; ".join(texts), taken), []).append(model)
+    return [*out, *(f"| {', '.join(names)} | {texts} | {taken} |" for (texts, taken), names in models.items()), ""]
 
 
 def render() -> str:
@@ -107,7 +131,7 @@ def render() -> str:
         SystemExit: a launch breaks a limit; the page must not say so quietly.
     """
     chips = "\n".join(f"| {name} | {chip.units} | {chip.shared_bytes} bytes |" for name, chip in kernel_compile.CHIP.items())
-    out, wrong, spills = [INTRODUCTION.format(chips=chips)], [], []
+    out, wrong, spills = [INTRODUCTION.format(chips=chips, contents=_contents())], [], []
     for _, group in groupby(registry.CHAPTERS, key=lambda chapter: chapter.kernel.partition(":")[0]):
         chapters = list(group)
         module, _ = kernel_of(chapters[0])
@@ -120,12 +144,23 @@ def render() -> str:
                 rows += [one for one in made if one.kernel == one.chapter]
                 spills += [f"- {one.kernel}, {one.model}, {one.text}, {one.chip}: {launch.spills}" for one in made if one.spilled and one.kernel == one.chapter]
             name = chapter.kernel.partition(":")[2]
-            out += [f"### {name.removesuffix('_kernel')}", "", *text_of(kernel_of(chapter)[1].fn.__doc__), *table_of(rows)]
+            text = text_of(kernel_of(chapter)[1].fn.__doc__)
+            out += [f"### {name.removesuffix('_kernel')}", "", *text[:2], f"Serves {', '.join(chapter.serves)}.", "", *text[2:], *table_of(rows)]
             print(f"{name}: {len(rows)} rows", file=sys.stderr, flush=True)
     if wrong:
         sys.exit("\n".join(wrong))
     out += ["## What spills, and why", "", *(spills or ["Nothing."]), "", f"<!-- made of {stamp()} -->"]
     return "\n".join(out) + "\n"
+
+
+def _contents() -> str:
+    """A line for each kernel file, with its chapters."""
+    out = []
+    for name, group in groupby(registry.CHAPTERS, key=lambda chapter: chapter.kernel.partition(":")[0]):
+        chapters = [chapter.kernel.partition(":")[2].removesuffix("_kernel") for chapter in group]
+        first = inspect.cleandoc(importlib.import_module(f"oarlock_triton_kernels.{name}").__doc__ or "").partition("\n")[0]
+        out.append(f"- [{name}](#{name}): {first} {', '.join(f'[{chapter}](#{chapter})' for chapter in chapters)}")
+    return "\n".join(out)
 
 
 def _summary(module: Any) -> list[str]:

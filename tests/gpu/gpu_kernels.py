@@ -10,26 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_figures import bandwidth_share, causal_attention_flops, decode_attention_bytes, judged, plain
 from gpu_results import Results
 from gpu_timing import copies_for, seconds_of
-from oarlock.backend_api.runtime import Attention, AttentionParams, registry
+from oarlock.backend_api.runtime import Attention, AttentionParams, Ops, registry
 from oarlock.backend_api.runtime.ops import resolve
 from oarlock.conformance.ops_level import arrange
 from oarlock.conformance.subject import Subject
 from oarlock.plugins import collect
+from oarlock.runtime.choice import choose_ops
 
 FULL: dict[str, Any] = {
     "copy_bytes": 1 << 30, "matrix": 8192, "dtype": "bfloat16", "heads": 32, "kv_heads": 8, "head_dim": 128,
     "decode": ((16, 2048), (64, 2048), (16, 8192), (1, 32768)), "prefill": 4096, "hidden": 4096, "size": 14336, "tokens": 8192,
     "linear": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), "fp8_tokens": (1, 64, 4096),
+    "descriptor_tokens": (512, 4096),
 }  # fmt: skip
 TINY: dict[str, Any] = {
     **FULL, "copy_bytes": 1 << 16, "matrix": 64, "dtype": "float32", "heads": 4, "kv_heads": 2, "head_dim": 64, "decode": ((2, 48),), "prefill": 32,
     "hidden": 64, "size": 128, "tokens": 8, "linear": ((64, 128),), "fp8_tokens": (1,),
+    "descriptor_tokens": (256,),
 }  # fmt: skip
+DESCRIPTORS = ("linear_w8a8_fp8", "linear_w8a8")  # what --triton-descriptors changes
 ELEMENTWISE = ("rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "silu_and_mul", "gelu_and_mul")
 
 
@@ -67,6 +72,8 @@ def run(results: Results, subject: Subject, is_tiny: bool) -> bool:
     figures += [(f"{op}, {sizes['tokens']} tokens", partial(elementwise, bench, op)) for op in ELEMENTWISE]
     figures += [(f"int4 linear, 1 x {k} -> {n}", partial(int4, bench, n, k)) for n, k in sizes["linear"]]
     figures += [(f"fp8 linear, {m} x {k} -> {n}", partial(fp8, bench, m, n, k)) for m in sizes["fp8_tokens"] for n, k in sizes["linear"][-2:]]
+    for op, (n, k) in ((op, shape) for op in DESCRIPTORS for shape in sizes["linear"][-2:]):
+        figures += [(f"{op} by descriptors, {m} x {k} -> {n}", partial(by_descriptors, bench, op, m, n, k)) for m in sizes["descriptor_tokens"]]
     figures += [(f"flashinfer, decode attention, {rows} x {context}", partial(flashinfer, bench, rows, context)) for rows, context in sizes["decode"]]
     for name, make in figures:
         with subject.session():
@@ -190,11 +197,11 @@ def _best_sdpa(bench: Bench, tokens: int) -> tuple[float, str]:
 
 
 # ---------------------------------------------------------------- ops
-def _op_calls(bench: Bench, op_name: str, case: dict[str, Any]) -> tuple[list[Callable[[], Any]], int]:
+def _op_calls(bench: Bench, op_name: str, case: dict[str, Any], ops: Ops | None = None) -> tuple[list[Callable[[], Any]], int]:
     """(calls of an op on inputs of this case, on as many sets of data as a cold run takes; bytes that one call moves)"""
     op, subject, dtype = registry()[op_name], bench.subject, bench.sizes["dtype"]
     assert op.generate is not None and op.cost is not None
-    ops = subject.ops(dtype)
+    ops = subject.ops(dtype) if ops is None else ops
     args, kwargs = op.generate(case, bench.dtype, torch.Generator().manual_seed(1))
     _, moved = op.cost(*args, **kwargs)
     packed, calls = subject.upload(torch.zeros(1, dtype=torch.int32)), []
@@ -231,3 +238,21 @@ def fp8(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     out = torch.bfloat16
     theirs = seconds_of([lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=out)], bench.device)
     return judged("fp8 linear", ours * 1e6, "us", theirs / ours, served_by=bench.served_by("linear_w8a8_fp8"), scaled_mm_s=theirs)
+
+
+def by_descriptors(bench: Bench, op: str, m: int, n: int, k: int) -> dict[str, Any]:
+    """The same product both ways in one run, and the share of the speed that `--triton-descriptors` gives. Above 1 on all, it is to be the default."""
+    device, dtype, case = bench.subject.device, bench.sizes["dtype"], {"tokens": m, "k": k, "n": n}
+    plain_calls, _ = _op_calls(bench, op, case)
+    with mock.patch.dict(device.options, {"triton_descriptors": True}):
+        ops = choose_ops(collect(bench.subject.plugins, "kernels", device=device), device, dtype)
+    served = next(name for known, name, _ in ops.table if known == op)
+    if served != "triton-descriptors":
+        return {"status": "unavailable", "reason": f"{served} serves {op} with --triton-descriptors, too: no Triton here"}
+    try:
+        calls, _ = _op_calls(bench, op, case, ops)
+    except RuntimeError as refused:
+        return {"status": "unavailable", "reason": str(refused)}
+    ours, theirs = (seconds_of(each, bench.device) for each in (calls, plain_calls))
+    more = {"share": theirs / ours, "of": "the speed without", "without_us": theirs * 1e6, "served_without_by": bench.served_by(op)}
+    return plain(ours * 1e6, "us", served_by=served, **more)

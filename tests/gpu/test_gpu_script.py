@@ -67,7 +67,7 @@ def test_a_mode_that_is_none_is_refused():
 @pytest.mark.parametrize(
     ("mode", "figures", "unavailable"),
     [
-        ("kernels", {"copy bandwidth", "matrix rate", "decode attention, 2 x 48", "rotary, 8 tokens", "int4 linear, 1 x 128 -> 64", "fp8 linear, 1 x 128 -> 64"}, 1),
+        ("kernels", {"copy bandwidth", "matrix rate", "decode attention, 2 x 48", "rotary, 8 tokens", "int4 linear, 1 x 128 -> 64", "fp8 linear, 1 x 128 -> 64", "linear_w8a8 by descriptors, 256 x 128 -> 64"}, 3),
         ("serve", {"start to first token", "decode, batch 1", "prefill, 2048 tokens"}, 4),
     ],
 )

@@ -1,7 +1,7 @@
 """Attention of rows that bring any number of new tokens: chunks of prompts, and rows of one token among them.
 
-Legend: T tokens, R rows, P parts of a context, H query heads, K kv heads, G = H / K, D head size, B blocks, S slots of a block, M query lines of a program, N keys of a
-tile, L context of a row.
+Legend: T tokens, R rows, P parts of a context, H query heads, KV kv heads, G = H / KV, D head size, B blocks, S slots of a block, M query lines of
+a program, N keys of a tile, L context of a row, W width of the block tables.
 
 Owns: `attend_chunks`.
 Reads: `chip`, `online`, `cache`.
@@ -43,7 +43,7 @@ def attend_chunks_kernel(
     G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, RP: tl.constexpr, KIND: tl.constexpr,
     DOT: tl.constexpr, IS_CUT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (T // (M // G) + R + 1, K, P). Causal attention of a step's new tokens over their rows' paged contexts.
+    """Grid: (T // (M // G) + R + 1, KV, P). Causal attention of a step's new tokens over their rows' paged contexts.
 
     A program has M // G tokens of one row with all G query heads of one kv head, so that a tile of keys is read once for all of them. Row r
     starts at program starts[r] // (M // G) + r, whatever the lengths are: the grid needs no value from the device. What lies beyond the last
@@ -53,7 +53,7 @@ def attend_chunks_kernel(
     out_ptr:   [T, H, D]  model dtype, strides (stride_ot, D, 1); tokens of padded rows and beyond the last row become 0
     part_ptr, weight_ptr: [T, P, H, D] and [T, P, H]  float32, contiguous; in place of out_ptr where IS_CUT
     q_ptr:     [T, H, D]  model dtype, strides (stride_qt, stride_qh, 1)
-    k_ptr, v_ptr: [B, K, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
+    k_ptr, v_ptr: [B, KV, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
     table_ptr: [R, W]  int32 block ids, strides (stride_tr, 1)
     seq_lens_ptr, starts_ptr: [R] and [R + 1]  int32
     slopes_ptr, sinks_ptr: [H]  float32
@@ -62,7 +62,7 @@ def attend_chunks_kernel(
     KIND, DOT: how 8-bit floats are read; the dtype of products
 
     Reference: oarlock.runtime.reference.attention.ReferenceAttention.attend.
-    Cost: 4 H D FLOP for each pair of a query and a key that it sees; 2 T H D + 2 L K D ceil(T G / M) values, of which the keys come mostly from L2.
+    Cost: 4 H D FLOP for each pair of a query and a key that it sees; 2 T H D + 2 L KV D ceil(T G / M) values, of which the keys come mostly from L2.
     Bound: the matrix units, from some 100 new tokens on: M = 128 lines do 4 M D FLOP for the 4 D bytes of a key and its value.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -1,6 +1,6 @@
 """Attention of rows that bring one token each. The contexts' tiles of all rows form one line, cut into equal parts, one for each program.
 
-Legend: R rows, H query heads, K kv heads, G = H / K, D head size, B blocks, S slots of a block, M query lines of a program, N keys of a tile,
+Legend: R rows, H query heads, KV kv heads, G = H / KV, D head size, B blocks, S slots of a block, M query lines of a program, N keys of a tile,
 P programs for a kv head, Q parts of a shared prefix, L context of a row, W width of the block tables.
 
 Owns: `plan_decodes`, `attend_decodes`.
@@ -65,7 +65,7 @@ def plan_decodes_kernel(
     N, LEAST:     keys of a tile; fewest shared keys that count
 
     Reference: the sums in tests/test_triton_attention.py; the mathematics is ReferenceAttention.metadata's.
-    Cost: at most R W comparisons of 4 R W bytes; R WP where the first columns differ.
+    Cost: at most R W operations on 4 R W bytes; on 4 R WP where the first columns differ.
     Bound: latency, of one program once a step for all layers.
     """
     row = tl.arange(0, RP)
@@ -121,7 +121,7 @@ def attend_split_kernel(
     G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, RP: tl.constexpr, LEAST: tl.constexpr,
     KIND: tl.constexpr, DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (P, K). Attention of the tiles that a program has in the line of all rows' tiles, row after row.
+    """Grid: (P, KV). Attention of the tiles that a program has in the line of all rows' tiles, row after row.
 
     All G query heads of a kv head are computed at once, so that the cache is read once; G is padded to M = 16 lines for the matrix units.
     Every tile is masked: the mask is hidden behind the reads.
@@ -130,7 +130,7 @@ def attend_split_kernel(
     part_ptr:   [P + R, H, D]  float32, contiguous: attention over a part of a row's keys
     weight_ptr: [P + R, H]  float32, contiguous: log2 of the sum of exp of a part's scores
     q_ptr:      [R, H, D]  model dtype, strides (stride_qr, stride_qh, 1)
-    k_ptr, v_ptr: [B, K, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
+    k_ptr, v_ptr: [B, KV, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
     table_ptr:  [R, W]  int32 block ids, strides (stride_tr, 1)
     seq_lens_ptr, numbers_ptr: [R] and [R + 2]  int32, the latter made by plan_decodes_kernel
     slopes_ptr, sinks_ptr: [H]  float32
@@ -138,7 +138,7 @@ def attend_split_kernel(
     KIND, DOT:  how 8-bit floats are read; the dtype of products
 
     Reference: oarlock.runtime.reference.attention.ReferenceAttention.attend.
-    Cost: 4 H D sum(L) FLOP; 2 K D sum(L) cache values, and at most 4 (P + R) H D bytes of parts.
+    Cost: 4 H D sum(L) FLOP; 2 KV D sum(L) cache values, and at most 4 (P + R) H D bytes of parts.
     Bound: memory: a key and its value are 4 D bytes for 4 G D FLOP.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
@@ -186,20 +186,20 @@ def attend_prefix_kernel(
     G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr,
     DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (ceil(R / (M // G)), K, Q). Attention of M // G rows at once over one of Q parts of the keys that all rows share.
+    """Grid: (ceil(R / (M // G)), KV, Q). Attention of M // G rows at once over one of Q parts of the keys that all rows share.
 
     Where they share none, it ends at once. A tile has M = 64 lines, and its keys are read for all of them.
 
     part_ptr:   [R, Q, H, D]  float32, contiguous
     weight_ptr: [R, Q, H]  float32, contiguous
     q_ptr:      [R, H, D]  model dtype, strides (stride_qr, stride_qh, 1)
-    k_ptr, v_ptr: [B, K, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
+    k_ptr, v_ptr: [B, KV, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
     table_ptr:  [R, W]  int32 block ids, strides (stride_tr, 1)
     seq_lens_ptr, numbers_ptr: [R] and [R + 2]  int32
     slopes_ptr: [H]  float32
 
     Reference: oarlock.runtime.reference.attention.ReferenceAttention.attend.
-    Cost: 4 H D R X FLOP for X shared keys; 2 K D X ceil(R G / M) cache values, where rows by themselves read 2 K D X R.
+    Cost: 4 H D R X FLOP for X shared keys; 2 KV D X ceil(R G / M) cache values, where rows by themselves read 2 KV D X R.
     Bound: memory while ceil(R G / M) is small, then the matrix units.
     """
     prefix = tl.load(numbers_ptr + num_rows + 1)

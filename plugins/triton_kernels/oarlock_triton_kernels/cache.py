@@ -1,6 +1,6 @@
 """The KV cache: how 8-bit floats lie in it, and the kernel that writes new keys and values.
 
-Legend: T tokens of the step, K kv heads, D head size, B blocks, S slots of a block.
+Legend: T tokens of the step, KV kv heads, D head size, B blocks, S slots of a block.
 
 Owns: `write_kv`, and the conversions `widened` and `narrowed` that every kernel over the cache uses.
 Reads: `chip`.
@@ -78,17 +78,17 @@ def write_kv_kernel(
     keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, num_tokens, stride_kt, stride_kh, stride_vt, stride_vh, stride_cb, stride_ch,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, LINES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (ceil(T / LINES), K). Writes new keys and values into their slots, in place.
+    """Grid: (ceil(T / LINES), KV). Writes new keys and values into their slots, in place.
 
-    keys_ptr, values_ptr: [B, K, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
-    k_ptr:     [T, K, D]  model dtype, strides (stride_kt, stride_kh, 1)
-    v_ptr:     [T, K, D]  model dtype, strides (stride_vt, stride_vh, 1)
+    keys_ptr, values_ptr: [B, KV, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
+    k_ptr:     [T, KV, D]  model dtype, strides (stride_kt, stride_kh, 1)
+    v_ptr:     [T, KV, D]  model dtype, strides (stride_vt, stride_vh, 1)
     slots_ptr: [T]  int32, block * S + offset; padding points into block 0, where writers may meet
     DP, LINES: D rounded up to a power of two; tokens of a program
     KIND:      how 8-bit floats are written
 
     Reference: oarlock.runtime.reference.attention.ReferenceAttention.write_kv.
-    Cost: 0 FLOP; T K D (2 m + 2 c) + 4 T bytes for m-byte activations and a c-byte cache.
+    Cost: 0 FLOP; T KV D (2 m + 2 c) + 4 T bytes for m-byte activations and a c-byte cache.
     Bound: memory. A token's head is one line of D values in both places, so reads and writes are whole lines; a decode step moves so
     little that its launch outweighs it.
     """

@@ -50,7 +50,7 @@ class PackedCodes:
     offsets: torch.Tensor | None  # [..., G, N] float32, added to scaled codes
     zero: int
     run: int  # inputs that share a scale; 0: all
-    order: torch.Tensor | None  # [K] int64: which column of x each input is, one past the last for none; None: as they are
+    order: torch.Tensor | None  # [K] int64: which column of x each input is, one past the last for none; None: as they are; of experts [E, K] int32
     in_size: int  # columns of x
     counters: torch.Tensor  # [COUNTERS] int32, 0 between launches: how many of the programs that share outputs are done; empty: they may not share
 
@@ -68,7 +68,7 @@ def pack_int4(weight: dict[str, torch.Tensor]) -> PackedCodes:
     """Pack an int4 weight in core's common form (docs/backends.md, "Quantised weights")."""
     halves = weight["codes"]
     columns = torch.stack((halves & 15, halves >> 4), -1).flatten(-2)
-    in_size = len(weight["groups"]) if "groups" in weight else columns.shape[-1]
+    in_size = weight["groups"].shape[-1] if "groups" in weight else columns.shape[-1]
     if in_size % weight["scales"].shape[-1]:  # an odd last column is paired with one that is none
         in_size -= 1
     zero = 0 if "offsets" in weight else _INT4_ZERO
@@ -95,17 +95,18 @@ def plain(weight: torch.Tensor) -> PackedCodes:
 def _packed(kind: int, columns: torch.Tensor, weight: dict[str, torch.Tensor], zero: int) -> PackedCodes:
     in_size, count = columns.shape[-1], weight["scales"].shape[-1]
     run, order, of = _runs(weight.get("groups"), in_size, count, columns.device)
-    width = len(order) if order is not None else in_size
+    width = order.shape[-1] if order is not None else in_size
     granule = _GRANULE if kind == INT4 else 64 if run == 0 and in_size > 32 else max(run, 32)
     missing = -width % granule
     if order is not None:
-        columns = torch.nn.functional.pad(columns, (0, 1))[..., order]
+        columns = _picked(torch.nn.functional.pad(columns, (0, 1)), order, -1)
         order = torch.nn.functional.pad(order, (0, missing), value=in_size)
+        order = order if order.dim() == 1 else order.to(torch.int32)
     columns = torch.nn.functional.pad(columns, (0, missing))
     tables = {name: weight[name].transpose(-1, -2) for name in ("scales", "zeros", "offsets") if name in weight}
     if run:
-        of = torch.nn.functional.pad(of, (0, -(-columns.shape[-1] // run) - len(of)))
-        tables = {name: table.index_select(-2, of) for name, table in tables.items()}
+        of = torch.nn.functional.pad(of, (0, -(-columns.shape[-1] // run) - of.shape[-1]))
+        tables = {name: _picked(table, of, -2) for name, table in tables.items()}
     return PackedCodes(
         kind,
         _words(columns) if kind == INT4 else columns.contiguous(),
@@ -121,24 +122,33 @@ def _packed(kind: int, columns: torch.Tensor, weight: dict[str, torch.Tensor], z
 
 
 def _runs(groups: torch.Tensor | None, in_size: int, count: int, device: torch.device) -> tuple[int, torch.Tensor | None, torch.Tensor]:
-    """(run, order, the group of each run) of columns in `count` groups; runs are the longest that fit whole into every group.
+    """(run, order, the group of each run) of columns in `count` groups, of experts where groups are [E, K]; runs are the longest that fit whole
+    into every group.
 
-    Groups that no run fits are filled up to whole ones by inputs that are none.
+    Groups that no run fits are filled up to whole ones by inputs that are none, and so are experts that have fewer runs than another.
     """
     if count == 1:
         return 0, None, torch.zeros(0, dtype=torch.int64, device=device)
-    sizes = torch.full((count,), in_size // count) if groups is None else torch.bincount(groups.cpu().long(), minlength=count)
+    by = torch.arange(in_size) // (in_size // count) if groups is None else groups.cpu().long()
+    outer = by.shape[:-1]
+    sizes = torch.zeros((*outer, count), dtype=torch.int64).scatter_add_(-1, by, torch.ones_like(by))
     run = next((run for run in _RUNS if not (sizes % run).any()), _RUNS[-1])
     filled = -(-sizes // run) * run
-    of = torch.repeat_interleave(torch.arange(count), filled // run).to(device)
+    width = int(filled.sum(-1).max())
+    of = torch.searchsorted((filled // run).cumsum(-1), torch.arange(width // run).expand(*outer, -1).contiguous(), right=True).clamp(max=count - 1)
     if groups is None and torch.equal(sizes, filled):
-        return run, None, of
-    by_group = torch.arange(in_size) if groups is None else groups.cpu().long().argsort(stable=True)
-    order = torch.full((int(filled.sum()),), in_size)
-    begins, firsts = filled.cumsum(0) - filled, sizes.cumsum(0) - sizes
-    for begin, first, size in zip(begins.tolist(), firsts.tolist(), sizes.tolist(), strict=True):
-        order[begin : begin + size] = by_group[first : first + size]
-    return run, order.to(device), of
+        return run, None, of.to(device)
+    group, places = by.sort(dim=-1, stable=True)
+    begins, firsts = filled.cumsum(-1) - filled, sizes.cumsum(-1) - sizes
+    order = torch.full((*outer, width), in_size).scatter(-1, begins.gather(-1, group) + torch.arange(in_size) - firsts.gather(-1, group), places)
+    return run, order.to(device), of.to(device)
+
+
+def _picked(table: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:
+    """`table` at these places of a dimension; at [E, .] has places of its own for each expert."""
+    if at.dim() == 1:
+        return table.index_select(dim, at)
+    return torch.stack([own.index_select(dim, places) for own, places in zip(table, at, strict=True)])
 
 
 def _words(columns: torch.Tensor) -> torch.Tensor:

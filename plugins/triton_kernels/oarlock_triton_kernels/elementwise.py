@@ -4,7 +4,8 @@ Owns: rms_norm, fused_add_rms_norm, layer_norm, rotary, silu_and_mul, gelu_and_m
 Reads: nothing of ours.
 Never: mixes two tokens; writes an argument.
 
-Legend: T tokens, H heads of a token (1 where a token is one row), R = T * H rows, N the size of a row, D head_dim.
+Legend: T tokens, H heads of a token (1 where a token is one row), R = T * H rows, N the size of a row, D head_dim, HALF
+pairs of a head that are rotated.
 All of these are bound by memory: a few operations on each number that is read once. So each program takes about TILE numbers, enough for every
 thread to have a few 16-byte loads in flight, and there is nothing else to choose.
 """

@@ -4,7 +4,8 @@ Owns: linear_int4, linear_int8, linear_fp8, lm_head, embedding, and their prepar
 Reads: `codes` (the packing and the inner loop), `chip`.
 Never: serves a plain linear: the device's own library does.
 
-Legend: M rows of x, N outputs, K inputs, P programs that share an output's inputs.
+Legend: M rows of x, N outputs, K inputs, G runs of RUN inputs that share a scale, P programs that share an output's
+inputs, COUNTERS as many tiles as may be shared.
 
 Nothing is dequantised beforehand, and a scheme means the same for one row and for thousands: codes are exact in the model's dtype, their products
 with x are summed in float32 over the inputs that share a scale, the sum is multiplied by that scale in float32, and the total is rounded once.

@@ -4,7 +4,8 @@ Owns: linear_w8a8, linear_w8a8_fp8, and their prepares.
 Reads: `codes` (packing), `linear_codes` (how a product is launched and its parts are joined), `cache.narrowed`.
 Never: gives a token another scale because of its batch.
 
-Legend: M rows of x, N outputs, K inputs, G runs of RUN inputs that share a scale, P programs that share an output's inputs.
+Legend: M rows of x, N outputs, K inputs, G runs of RUN inputs that share a scale, P programs that share an output's
+inputs, COUNTERS as many tiles as may be shared.
 
 A row's scale is its largest number over the largest code; a static scale is that of the checkpoint. Products are exact: of int8 in int32, of
 float8 in float32 over at most 128 inputs, after which they are added in float32 (tensor cores keep 14 bits of longer sums).
@@ -157,28 +158,39 @@ def linear_fp8(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -
     return _multiply(x, weight, bias)
 
 
-def _multiply(x: torch.Tensor, packed: Packed8, bias: torch.Tensor | None) -> torch.Tensor:
+def rounded(x: torch.Tensor, packed: Packed8) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes [M, K'] as the weight's, scales [G, M] float32) of activations; M > 0.
+
+    Raises:
+        RuntimeError: x does not fit the weight.
+    """
     weight, (rows, in_size) = packed.weight, x.shape
     if in_size != weight.in_size:  # codes were rounded up, so that the kernel cannot tell
         raise RuntimeError(f"x [num_tokens, {in_size}] does not fit a weight of [{weight.out_size}, {weight.in_size}]")
-    out = torch.empty((rows, weight.out_size), dtype=x.dtype, device=x.device)
-    if not out.numel():
-        return out
     x = x if x.stride(1) == 1 else x.contiguous()
     run = weight.run or weight.width
     runs = weight.width // run
-    rounded = torch.empty((rows, weight.width), dtype=weight.codes.dtype, device=x.device)
+    kept = torch.empty((rows, weight.width), dtype=weight.codes.dtype, device=x.device)
     scales = torch.empty((runs, rows), dtype=torch.float32, device=x.device)
     size = triton.next_power_of_2(run)
     per_program = max(1, min(_TILE // size, triton.next_power_of_2(rows)))
     round_rows_kernel[(triton.cdiv(rows, per_program), runs)](
-        rounded, scales, x, scales if packed.input_scale is None else packed.input_scale, rows, in_size, run, weight.width, x.stride(0),
+        kept, scales, x, scales if packed.input_scale is None else packed.input_scale, rows, in_size, run, weight.width, x.stride(0),
         IS_STATIC=packed.input_scale is not None, KIND=weight.kind, ROWS=per_program, WIDTH=size, num_warps=min(max(size * per_program // 512, 1), 16),
     )  # fmt: skip
+    return kept, scales
+
+
+def _multiply(x: torch.Tensor, packed: Packed8, bias: torch.Tensor | None) -> torch.Tensor:
+    weight, rows = packed.weight, x.shape[0]
+    out = torch.empty((rows, weight.out_size), dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    kept, scales = rounded(x, packed)
     form = codes.form_of(weight, weight.width)
     grid, tile, parts = launch_of(rows, weight, weight.width, 1, form, out)
     linear_8bit_kernel[grid](
-        out, parts, weight.counters, rounded, scales, weight.codes, weight.scales, out if bias is None else bias,
+        out, parts, weight.counters, kept, scales, weight.codes, weight.scales, out if bias is None else bias,
         rows, weight.out_size, weight.width, triton.cdiv(weight.width, form["STEP"]),
         KIND=weight.kind, RUN=weight.run, HAS_BIAS=bias is not None, IS_SPLIT=grid[2] > 1, STEP=form["STEP"], **tile,
     )  # fmt: skip

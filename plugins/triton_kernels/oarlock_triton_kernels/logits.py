@@ -4,7 +4,7 @@ Owns: apply_penalties, apply_bias, apply_mask, logprobs; the order of logits of 
 Reads: `sampling` (the order of floats).
 Never: writes an argument; lets one row's history touch another row.
 
-Legend: R rows, V vocabulary, L length of the history, W entries of a bias, C chunks of CHUNK tokens, K tokens reported.
+Legend: R rows, V vocabulary, L length of the history, W entries of a bias, C chunks of CHUNK tokens, Z tokens reported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def count_kernel(
     prompt_len_ptr, total_len_ptr: [R]  int32; presence_ptr, frequency_ptr, repetition_ptr: [R]  float32: neutral rows are left out
 
     Reference: oarlock.runtime.reference.logits.apply_penalties, its scatter_adds.
-    Cost: 4 R L bytes and as many atomics on integers, whose order does not matter.
+    Cost: R L atomic operations on integers, whose order does not matter; 12 R L bytes.
     Bound: latency of the atomics.
     """
     row = tl.program_id(0)
@@ -174,15 +174,15 @@ def rank_word(logits, token):
 def chunk_logprobs_kernel(
     maximum_ptr, mass_ptr, greater_ptr, top_ptr, logits_ptr, targets_ptr, vocab, stride_r, chunks, k,
 ):  # fmt: skip
-    """Grid: (R, C). Of a chunk: its largest logit m, the sum of exp(x - m), how many logits exceed the target's, and its K best.
+    """Grid: (R, C). Of a chunk: its largest logit m, the sum of exp(x - m), how many logits exceed the target's, and its Z best.
 
-    maximum_ptr, mass_ptr: [R, C]  float32; greater_ptr: [R, C]  int32; top_ptr: [R, C, K]  int64, see `rank_word`; contiguous
+    maximum_ptr, mass_ptr: [R, C]  float32; greater_ptr: [R, C]  int32; top_ptr: [R, C, Z]  int64, see `rank_word`; contiguous
     logits_ptr:  [R, V]  float32, strides (stride_r, 1)
     targets_ptr: [R]  int32
 
     Reference: oarlock.runtime.reference.logits.logprobs.
-    Cost: (4 + 2 K) R V operations; 4 R V bytes.
-    Bound: memory for K = 0, else the K reductions that wait for each other.
+    Cost: (4 + 2 Z) R V operations; 4 R V bytes.
+    Bound: memory for Z = 0, else the Z reductions that wait for each other.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -208,14 +208,14 @@ def logprobs_kernel(
 ):  # fmt: skip
     """Grid: (R,). Joins what the chunks of a row found.
 
-    logprob_ptr: [R]  float32; rank_ptr: [R]  int32: of the target; top_ids_ptr: [R, K]  int32; top_logprobs_ptr: [R, K]  float32; contiguous
-    maximum_ptr, mass_ptr, greater_ptr: [R, C]  and top_ptr: [R, C, K]  as `chunk_logprobs_kernel` wrote them
+    logprob_ptr: [R]  float32; rank_ptr: [R]  int32: of the target; top_ids_ptr: [R, Z]  int32; top_logprobs_ptr: [R, Z]  float32; contiguous
+    maximum_ptr, mass_ptr, greater_ptr: [R, C]  and top_ptr: [R, C, Z]  as `chunk_logprobs_kernel` wrote them
     logits_ptr:  [R, V]  float32, strides (stride_r, 1)
     targets_ptr: [R]  int32
     CHUNKS, TOPS: C rounded up to a power of two; likewise the words of the most tokens that are reported
 
     Reference: oarlock.runtime.reference.logits.logprobs.
-    Cost: K passes over C K words.
+    Cost: R C Z^2 operations, Z passes over C Z words of a row; 8 R C Z + 12 R C bytes.
     Bound: latency.
     """
     row, chunk, place = tl.program_id(0), tl.arange(0, CHUNKS), tl.arange(0, TOPS)

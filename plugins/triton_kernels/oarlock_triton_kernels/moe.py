@@ -1,14 +1,15 @@
 """Mixtures of experts: which experts a token goes to, and every token through its experts in one product over tokens sorted by expert.
 
-Owns: moe_topk, moe_experts, moe_experts_int4, moe_experts_int8, moe_experts_fp8, and their prepares.
+Owns: moe_topk, moe_experts, moe_experts_int4, moe_experts_int8, moe_experts_fp8.
 Reads: `codes` (packing and the inner loop), `linear_codes.tile_of`, `logits.rank_word`.
 Never: branches on routing on the host; lets a token that is not valid reach an expert.
 
-Legend: T tokens, E experts, K experts of a token, R = T K pairs of a token and an expert, H hidden size, S size of an expert, BM pairs of a tile,
-L tiles: as many as the worst routing needs.
+Legend: T tokens, E experts, A experts of a token, R = T A pairs of a token and an expert, H hidden size, S size of an expert, BM pairs of a tile,
+L tiles: as many as the worst routing needs, K inputs of a product (of which I are columns of what is given), G runs of inputs that share a scale.
 
     count      [E]     pairs of each expert
     place      [E]     pairs by expert, each expert's filled up to whole tiles
+    reorder    [R, K]  where activation order scattered each expert's groups: before gate_up, and before down
     gate_up    [L, S]  silu(x gate) * (x up), of each pair
     down       [L, H]  that times down
     combine    [T, H]  the sum of a token's pairs, by weight
@@ -21,12 +22,9 @@ Source: the sorted, padded layout is that of MegaBlocks, Gale et al. 2022, arXiv
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from oarlock.backend_api.runtime import registry
 
 from oarlock_triton_kernels import codes
 from oarlock_triton_kernels.codes import PackedCodes, product
@@ -47,27 +45,27 @@ _LEAST = tl.constexpr(-0x8000000000000000)
 @triton.jit(**STEPWISE)
 def topk_kernel(
     weights_ptr, ids_ptr, logits_ptr, tokens, experts, k, stride_t,
-    RENORMALISE: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr,
+    RENORMALISE: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (ceil(T / ROWS),). The K experts of each token: the largest logits, the lowest id first among equals; weights by softmax over all.
+    """Grid: (ceil(T / ROWS),). The A experts of each token: the largest logits, the lowest id first among equals; weights by softmax over all.
 
-    weights_ptr: [T, K]  float32, contiguous; summing to 1 if RENORMALISE
-    ids_ptr:     [T, K]  int32, contiguous; below E whatever the logits are
+    weights_ptr: [T, A]  float32, contiguous; summing to 1 if RENORMALISE
+    ids_ptr:     [T, A]  int32, contiguous; below E whatever the logits are
     logits_ptr:  [T, E]  strides (stride_t, 1)
-    EXPERTS, K:  E and `k` rounded up to powers of two
+    EXPERTS, TOP: E and `k` rounded up to powers of two
 
     Reference: oarlock.runtime.reference.moe.moe_topk.
-    Cost: (8 + 2 K) T E operations; T E numbers and 8 T K bytes moved.
-    Bound: latency: K reductions that wait for each other.
+    Cost: (8 + 2 A) T E operations; T E numbers and 8 T A bytes moved.
+    Bound: latency: A reductions that wait for each other.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    expert, place = tl.arange(0, EXPERTS)[None, :], tl.arange(0, K)[None, :]
+    expert, place = tl.arange(0, EXPERTS)[None, :], tl.arange(0, TOP)[None, :]
     inside = (row < tokens)[:, None] & (expert < experts)
     x = tl.load(logits_ptr + (row.to(tl.int64) * stride_t)[:, None] + expert, mask=inside, other=float("-inf")).to(tl.float32)
     best = tl.max(x, 1)[:, None]
     mass = tl.sum(tl.exp(x - best), 1)[:, None]
     word = tl.where(expert < experts, rank_word(x, expert), _LEAST)
-    weights, ids = tl.zeros([ROWS, K], tl.float32), tl.zeros([ROWS, K], tl.int32)
+    weights, ids = tl.zeros([ROWS, TOP], tl.float32), tl.zeros([ROWS, TOP], tl.int32)
     for n in range(k):
         top = tl.max(word, 1)[:, None]
         weights = tl.where(place == n, tl.exp(value_of((top >> 32).to(tl.int32)) - best) / mass, weights)
@@ -91,7 +89,7 @@ def moe_topk(router_logits: torch.Tensor, k: int, renormalise: bool) -> tuple[to
         columns = triton.next_power_of_2(experts)
         rows = max(1, min(_TILE // columns, triton.next_power_of_2(tokens)))
         topk_kernel[(triton.cdiv(tokens, rows),)](
-            weights, ids, logits, tokens, experts, k, logits.stride(0), RENORMALISE=renormalise, ROWS=rows, EXPERTS=columns, K=triton.next_power_of_2(k)
+            weights, ids, logits, tokens, experts, k, logits.stride(0), RENORMALISE=renormalise, ROWS=rows, EXPERTS=columns, TOP=triton.next_power_of_2(k)
         )
     return weights, ids
 
@@ -110,11 +108,11 @@ def count_pairs_kernel(counts_ptr, ids_ptr, valid_ptr, pairs, k):
     """Grid: (E,). How many pairs go to each expert.
 
     counts_ptr: [E]  int32
-    ids_ptr:    [T, K]  int32, contiguous
+    ids_ptr:    [T, A]  int32, contiguous
     valid_ptr:  [T]  bool
 
     Reference: `count` in oarlock.runtime.reference.moe.grouped_experts.
-    Cost: 5 E R bytes from the cache: every expert looks at every pair, and no order of atomics is left to chance.
+    Cost: 3 E R operations; 5 E R bytes from the cache: every expert looks at every pair, and no order of atomics is left to chance.
     Bound: latency, R / 2048 reductions.
     """
     expert, count = tl.program_id(0), 0
@@ -133,12 +131,12 @@ def place_pairs_kernel(
     places_ptr: [L, BM]  int32: the pair of each place, R where a tile is filled up
     owners_ptr: [L]  int32: the expert of each tile, -1 for a tile that nobody needs
     counts_ptr: [E]  int32: of `count_pairs_kernel`
-    ids_ptr:    [T, K]  int32, contiguous
+    ids_ptr:    [T, A]  int32, contiguous
     valid_ptr:  [T]  bool
     EXPERTS:    E rounded up to a power of two
 
     Reference: `place` and `owner` in oarlock.runtime.reference.moe.grouped_experts.
-    Cost: 5 E R bytes from the cache, 4 L BM written.
+    Cost: 4 E R operations; 5 E R bytes from the cache, 4 L BM written.
     Bound: latency, R / 2048 sums that wait for each other.
     """
     expert, every = tl.program_id(0), tl.arange(0, EXPERTS)
@@ -163,9 +161,53 @@ def place_pairs_kernel(
 
 
 @triton.jit(**STEPWISE)
+def reorder_kernel(
+    out_ptr, x_ptr, order_ptr, ids_ptr, valid_ptr, pairs, k, each, in_size, width, stride_x,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (ceil(R / ROWS), ceil(K / COLUMNS)). A pair's inputs in the order in which its expert's weight has them; 0 where that has none.
+
+    Only where activation order scattered the groups of each expert in its own way: a launch before each product, which then reads whole lines.
+
+    out_ptr:   [R, K]  model dtype, contiguous; pairs of tokens that are not valid are not written
+    x_ptr:     [R / each, I]  strides (stride_x, 1)
+    order_ptr: [E, K]  int32, contiguous; I for none
+    ids_ptr:   [T, A]  int32, contiguous
+    valid_ptr: [T]  bool
+
+    Reference: `groups` of `moe_experts_int4` in core's schemes.
+    Cost: 0 FLOP; R K (2 m + 4) bytes for numbers of m bytes.
+    Bound: memory: what is gathered lies in one line of some kilobytes.
+    """
+    pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_valid = tl.load(valid_ptr + pair // k, mask=pair < pairs, other=False) != 0
+    inside = is_valid[:, None] & (column < width)[None, :]
+    expert = tl.load(ids_ptr + pair, mask=is_valid, other=0).to(tl.int64)
+    source = tl.load(order_ptr + (expert * width)[:, None] + column[None, :], mask=inside, other=in_size)
+    x = tl.load(x_ptr + ((pair // each).to(tl.int64) * stride_x)[:, None] + source, mask=inside & (source < in_size), other=0.0)
+    tl.store(out_ptr + (pair.to(tl.int64) * width)[:, None] + column[None, :], x, mask=inside)
+
+
+def columns_of(x: torch.Tensor, weight: PackedCodes, ids: torch.Tensor, valid: torch.Tensor, each: int) -> tuple[torch.Tensor, int]:
+    """(x with its columns where the weight's inputs are, pairs of a row): x has a row for each `each` pairs, and where experts differ one for each pair."""
+    if weight.order is None or weight.order.dim() == 1:
+        return codes.columns_of(x, weight), each
+    pairs, width = ids.numel(), weight.order.shape[1]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    columns = min(_COLUMNS, triton.next_power_of_2(width))
+    rows = max(1, min(_TILE // columns, triton.next_power_of_2(pairs)))
+    reorder_kernel[(triton.cdiv(pairs, rows), triton.cdiv(width, columns))](
+        out, x, weight.order, ids, valid, pairs, ids.shape[1], each, x.shape[1], width, x.stride(0), ROWS=rows, COLUMNS=columns
+    )
+    return out, 1
+
+
+@triton.jit(**STEPWISE)
 def gate_up_kernel(
     hidden_ptr, x_ptr, places_ptr, owners_ptr, codes_ptr, scales_ptr, zeros_ptr, offsets_ptr,
-    pairs, k, in_size, size, steps, stride_x, stride_ce, stride_cn, stride_se,
+    pairs, each, in_size, size, steps, stride_x, stride_ce, stride_cn, stride_se,
     KIND: tl.constexpr, RUN: tl.constexpr, ZERO: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, EVEN: tl.constexpr,
     STEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +216,7 @@ def gate_up_kernel(
     Half of a program's outputs are gates and half the ups that belong to them, so that their product needs no second kernel.
 
     hidden_ptr: [R, S]  model dtype, contiguous
-    x_ptr:      [T, H]  strides (stride_x, 1)
+    x_ptr:      [R / each, H]  strides (stride_x, 1): a row for A pairs, or for one where `reorder_kernel` made it
     places_ptr: [L, BM]  int32; owners_ptr: [L]  int32: of `place_pairs_kernel`
     codes_ptr:  [E, 2 S, H]  strides (stride_ce, stride_cn, 1), of words for int4: see `codes.product`
     scales_ptr, zeros_ptr, offsets_ptr: [E, G, 2 S]  stride stride_se over experts, else contiguous
@@ -188,7 +230,7 @@ def gate_up_kernel(
     if expert >= 0:
         HALF: tl.constexpr = BN // 2
         pair = tl.load(places_ptr + tile * BM + tl.arange(0, BM))
-        rows = (tl.minimum(pair, pairs - 1) // k).to(tl.int64) * stride_x
+        rows = (tl.minimum(pair, pairs - 1) // each).to(tl.int64) * stride_x
         lane = tl.arange(0, BN)
         outs = tl.minimum(tl.program_id(1) * HALF + lane % HALF, size - 1) + lane // HALF * size
         both = product(
@@ -241,8 +283,8 @@ def combine_kernel(out_ptr, parts_ptr, weights_ptr, valid_ptr, tokens, k, size, 
     """Grid: (ceil(T / ROWS), ceil(H / COLUMNS)). The sum of a token's pairs, by weight, in float32 and in their order; 0 for a token that is not valid.
 
     out_ptr:     [T, H]  model dtype, contiguous
-    parts_ptr:   [T, K, H]  model dtype, contiguous
-    weights_ptr: [T, K]  float32, contiguous
+    parts_ptr:   [T, A, H]  model dtype, contiguous
+    weights_ptr: [T, A]  float32, contiguous
     valid_ptr:   [T]  bool
 
     Reference: the last lines of oarlock.runtime.reference.moe.grouped_experts.
@@ -266,46 +308,15 @@ def combine_kernel(out_ptr, parts_ptr, weights_ptr, valid_ptr, tokens, k, size, 
 # ---------------------------------------------------------------- launchers
 
 
-def pack_int4(weight: dict[str, torch.Tensor]) -> PackedCodes | dict[str, torch.Tensor]:
-    """Pack int4 weights with the experts first; those of scattered groups, which differ from expert to expert, are left as they are."""
-    return weight if "groups" in weight else codes.pack_int4(weight)
-
-
-def pack_int8(weight: dict[str, torch.Tensor]) -> PackedCodes | dict[str, torch.Tensor]:
-    """Pack int8 weights with the experts first, as `pack_int4`."""
-    return weight if "groups" in weight else codes.pack_int8(weight)
-
-
 def moe_experts(
     x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor
 ) -> torch.Tensor:
     """As the registry's."""
-    return _experts(x, codes.plain(w13), codes.plain(w2), weights, ids, valid)
-
-
-def moe_experts_int4(x: torch.Tensor, w13: Any, w2: Any, weights: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """As the registry's; by its reference where a weight could not be packed."""
-    return _by_codes("moe_experts_int4", x, w13, w2, weights, ids, valid)
-
-
-def moe_experts_int8(x: torch.Tensor, w13: Any, w2: Any, weights: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """As the registry's; by its reference where a weight could not be packed."""
-    return _by_codes("moe_experts_int8", x, w13, w2, weights, ids, valid)
-
-
-def moe_experts_fp8(x: torch.Tensor, w13: Any, w2: Any, weights: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """As the registry's."""
-    return _experts(x, w13, w2, weights, ids, valid)
-
-
-def _by_codes(op: str, x: torch.Tensor, w13: Any, w2: Any, *routing: torch.Tensor) -> torch.Tensor:
-    if not (isinstance(w13, PackedCodes) and isinstance(w2, PackedCodes)):
-        return registry()[op].reference(x, w13, w2, *routing)
-    return _experts(x, w13, w2, *routing)
+    return moe_experts_of_codes(x, codes.plain(w13), codes.plain(w2), weights, ids, valid)
 
 
 def placed(ids: torch.Tensor, valid: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pairs of each tile of `rows` [L, rows] int32, expert of each tile [L] int32) for ids [T, K] int32 and valid [T] bool, both contiguous."""
+    """(pairs of each tile of `rows` [L, rows] int32, expert of each tile [L] int32) for ids [T, A] int32 and valid [T] bool, both contiguous."""
     pairs, k = ids.numel(), ids.shape[1]
     tiles = min(pairs, pairs // rows + experts)
     counts, places, owners = (torch.empty(shape, dtype=torch.int32, device=ids.device) for shape in ((experts,), (tiles, rows), (tiles,)))
@@ -314,13 +325,17 @@ def placed(ids: torch.Tensor, valid: torch.Tensor, experts: int, rows: int) -> t
     return places, owners
 
 
-def _experts(x: torch.Tensor, w13: PackedCodes, w2: PackedCodes, weights: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+def moe_experts_of_codes(
+    x: torch.Tensor, w13: PackedCodes, w2: PackedCodes, weights: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """As the registry's moe_experts_int4, moe_experts_int8 and moe_experts_fp8."""
     (tokens, k), experts, size, out_size = ids.shape, w13.codes.shape[0], w13.out_size // 2, w2.out_size
     out, pairs = torch.empty((tokens, out_size), dtype=x.dtype, device=x.device), tokens * k
     if not pairs:
         return out
-    x, ids, weights, valid = codes.columns_of(x, w13), ids.contiguous(), weights.contiguous(), valid.contiguous()
-    first, second = codes.form_of(w13, x.shape[1]), codes.form_of(w2, len(w2.order) if w2.order is not None else size)
+    ids, weights, valid = ids.contiguous(), weights.contiguous(), valid.contiguous()
+    x, each = columns_of(x, w13, ids, valid, k)
+    first, second = codes.form_of(w13, x.shape[1]), codes.form_of(w2, w2.order.shape[-1] if w2.order is not None else size)
     tile, tile2 = (tile_of(triton.cdiv(pairs, experts), x.element_size(), form) for form in (first, second))
     rows = min(tile["BM"], tile2["BM"])
     tile, tile2 = ({**of, "BM": rows} for of in (tile, tile2))
@@ -328,10 +343,10 @@ def _experts(x: torch.Tensor, w13: PackedCodes, w2: PackedCodes, weights: torch.
     tiles = len(owners)
     hidden = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
     gate_up_kernel[(tiles, triton.cdiv(size, tile["BN"] // 2))](
-        hidden, x, places, owners, w13.codes, *codes.tables_of(w13), pairs, k, x.shape[1], size, triton.cdiv(x.shape[1], first["STEP"]),
+        hidden, x, places, owners, w13.codes, *codes.tables_of(w13), pairs, each, x.shape[1], size, triton.cdiv(x.shape[1], first["STEP"]),
         x.stride(0), *w13.codes.stride()[:2], w13.scales.stride(0), **first, **tile,
     )  # fmt: skip
-    hidden = codes.columns_of(hidden, w2)
+    hidden, _ = columns_of(hidden, w2, ids, valid, 1)
     parts = torch.empty((pairs, out_size), dtype=x.dtype, device=x.device)
     down_kernel[(tiles, triton.cdiv(out_size, tile2["BN"]))](
         parts, hidden, places, owners, w2.codes, *codes.tables_of(w2), pairs, hidden.shape[1], out_size, triton.cdiv(hidden.shape[1], second["STEP"]),

@@ -1,6 +1,6 @@
 """The hooks: attention and ops for a device that declares `triton`. Light: no torch, no triton.
 
-Owns: when the kernels are offered.
+Owns: when the kernels are offered; the plugin's option.
 Reads: `oarlock.backend_api`, `registry`.
 Never: asks which device it is; imports a kernel.
 """
@@ -9,9 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from oarlock.backend_api import AttentionSpec, OpImpl, hookimpl
+from oarlock.backend_api import AttentionSpec, OpImpl, OptionSpec, hookimpl
 
 from oarlock_triton_kernels import registry
+
+
+@hookimpl
+def options() -> list[OptionSpec]:
+    """What was never measured is taken by name only."""
+    text = "Linears of 8 bits for prompts by tensor descriptors and a persistent grid (Hopper, Blackwell). Not yet measured: off."
+    return [OptionSpec("triton", "descriptors", "bool", False, text)]
 
 
 @hookimpl
@@ -23,4 +30,5 @@ def attention(device: Any) -> list[AttentionSpec]:
 @hookimpl
 def kernels(device: Any) -> list[OpImpl]:
     """The ops of the registry that have a kernel."""
-    return list(registry.OPS) if device.capabilities.triton else []
+    by_descriptors = registry.BY_DESCRIPTORS if device.options.get("triton_descriptors") else ()
+    return [*registry.OPS, *by_descriptors] if device.capabilities.triton else []

@@ -1,6 +1,7 @@
 """From a projection to the cache in one launch: norms of heads, rotation, scales, and the keys and values written where they stay.
 
-Legend: T tokens of the step, H query heads, K kv heads, D head size, B blocks, S slots of a block.
+Legend: T tokens of the step, H query heads, KV kv heads, D head size, HALF pairs of it that are rotated, B blocks, S slots of a
+block.
 
 Owns: `write_qkv`.
 Reads: `cache`.
@@ -26,14 +27,14 @@ TILE = 2048  # numbers of a program
 def qkv_kernel(
     q_ptr, keys_ptr, values_ptr, qkv_ptr, slots_ptr, positions_ptr, table_ptr, q_norm_ptr, k_norm_ptr, eps, k_scale, v_scale, num_tokens,
     stride_t, stride_h, stride_p, stride_cb, stride_ch,
-    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    H: tl.constexpr, KV: tl.constexpr, S: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
     LINES: tl.constexpr, KIND: tl.constexpr, HAS_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (ceil(T / LINES), H + 2 K). One head of some tokens: a query goes to q_ptr, a key or a value into its slot.
+    """Grid: (ceil(T / LINES), H + 2 KV). One head of some tokens: a query goes to q_ptr, a key or a value into its slot.
 
     q_ptr:     [T, H, D]  model dtype, contiguous
-    keys_ptr, values_ptr: [B, K, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
-    qkv_ptr:   [T, H + 2 K, D]  model dtype, strides (stride_t, stride_h, 1): queries, keys, values
+    keys_ptr, values_ptr: [B, KV, S, D]  cache dtype, 8-bit floats as uint8; strides (stride_cb, stride_ch, D, 1)
+    qkv_ptr:   [T, H + 2 KV, D]  model dtype, strides (stride_t, stride_h, 1): queries, keys, values
     slots_ptr, positions_ptr: [T]  int32
     table_ptr: [max_len, 2, HALF]  float32, strides (stride_p, HALF, 1): cosines, then sines, of pairs (i, i + HALF), or (2i, 2i + 1)
     q_norm_ptr, k_norm_ptr: [D]  model dtype or float32
@@ -41,7 +42,7 @@ def qkv_kernel(
     LINES, KIND: tokens of a program; how 8-bit floats are written
 
     Reference: oarlock.backend_api.runtime.Attention.write_qkv.
-    Cost: 7 T (H + K) D FLOP; T (H + 2 K) D m + T H D m + 2 T K D c bytes for m-byte activations and a c-byte cache.
+    Cost: 7 T (H + KV) D FLOP; T (H + 2 KV) D m + T H D m + 2 T KV D c bytes for m-byte activations and a c-byte cache.
     Bound: memory, and for a step of decodes its launch.
     """
     token, head = tl.program_id(0) * LINES + tl.arange(0, LINES), tl.program_id(1)
@@ -55,7 +56,7 @@ def qkv_kernel(
     a = tl.load(source + first[None, :], mask=inside, other=0).to(tl.float32)
     b = tl.load(source + (first + apart)[None, :], mask=inside, other=0).to(tl.float32)
     c = tl.load(source + rest[None, :], mask=is_rest, other=0).to(tl.float32)
-    if head < H + K:
+    if head < H + KV:
         if HAS_NORM:
             weight = tl.where(head < H, q_norm_ptr, k_norm_ptr)
             scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)) / D + eps)[:, None]
@@ -71,9 +72,9 @@ def qkv_kernel(
         tl.store(query + (first + apart)[None, :], b.to(q_ptr.dtype.element_ty), mask=inside)
         tl.store(query + rest[None, :], c.to(q_ptr.dtype.element_ty), mask=is_rest)
     else:
-        is_key = head < H + K
+        is_key = head < H + KV
         unit = tl.where(is_key, 1.0 / k_scale, 1.0 / v_scale)
-        at = (slot // S).to(tl.int64) * stride_cb + (head - H - tl.where(is_key, 0, K)) * stride_ch + (slot % S) * D
+        at = (slot // S).to(tl.int64) * stride_cb + (head - H - tl.where(is_key, 0, KV)) * stride_ch + (slot % S) * D
         to = tl.where(is_key, keys_ptr, values_ptr) + at[:, None]
         tl.store(to + first[None, :], narrowed(a * unit, KIND, keys_ptr.dtype.element_ty), mask=inside)
         tl.store(to + (first + apart)[None, :], narrowed(b * unit, KIND, keys_ptr.dtype.element_ty), mask=inside)
@@ -100,7 +101,7 @@ def write_qkv(qkv: torch.Tensor, cache: tuple[torch.Tensor, ...], slots: torch.T
     qkv_kernel[(triton.cdiv(num_tokens, lines), all_heads)](
         query, keys, values, qkv, slots, steps.positions, steps.table, steps.q_norm, steps.k_norm, steps.eps, steps.k_scale, steps.v_scale, num_tokens,
         *qkv.stride()[:2], steps.table.stride(0), *keys.stride()[:2],
-        H=num_heads, K=keys.shape[1], S=keys.shape[2], D=head_dim, HALF=half, PAIRS=triton.next_power_of_2(half),
+        H=num_heads, KV=keys.shape[1], S=keys.shape[2], D=head_dim, HALF=half, PAIRS=triton.next_power_of_2(half),
         REST=triton.next_power_of_2(rest) if rest else 0, LINES=lines, KIND=kind_of(cache[0].dtype), HAS_NORM=steps.q_norm is not None,
         INTERLEAVED=steps.interleaved, num_warps=4,
     )  # fmt: skip

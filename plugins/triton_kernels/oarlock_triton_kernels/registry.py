@@ -24,7 +24,9 @@ class Chapter:
 
     kernel: str  # "module:function" below oarlock_triton_kernels
     launches: str  # "launches.module:function" of a function that yields `launches.Launch` for each model that uses the kernel
+    serves: tuple[str, ...]  # the ops that launch it, of the registry; "attention"
     has_products: bool = False  # it multiplies matrices: its code must use the chip's matrix units
+    has_copies: bool = False  # it copies tiles by descriptors: its code must do so
 
 
 def supports_dtype(*, dtype: Any, **_: Any) -> Support:
@@ -33,9 +35,9 @@ def supports_dtype(*, dtype: Any, **_: Any) -> Support:
     return Support(True) if name in DTYPES else Support(False, (f"the kernels compute in {', '.join(DTYPES)}, not in {name}",))
 
 
-def _op(op: str, factory: str, prepare: str | None = None, supports: Any = supports_dtype) -> OpImpl:
+def _op(op: str, factory: str, prepare: str | None = None, supports: Any = supports_dtype, name: str = "triton", priority: int = PRIORITY) -> OpImpl:
     root = "oarlock_triton_kernels."
-    return OpImpl(op=op, name="triton", factory=root + factory, priority=PRIORITY, supports=supports, prepare=root + prepare if prepare else None)
+    return OpImpl(op=op, name=name, factory=root + factory, priority=priority, supports=supports, prepare=root + prepare if prepare else None)
 
 
 # ---------------------------------------------------------------- attention
@@ -66,9 +68,7 @@ ELEMENTWISE: tuple[OpImpl, ...] = tuple(
 MOE: tuple[OpImpl, ...] = (
     _op("moe_topk", "moe:moe_topk"),
     _op("moe_experts", "moe:moe_experts"),
-    _op("moe_experts_int4", "moe:moe_experts_int4", "moe:pack_int4"),
-    _op("moe_experts_int8", "moe:moe_experts_int8", "moe:pack_int8"),
-    _op("moe_experts_fp8", "moe:moe_experts_fp8", "codes:pack_fp8"),
+    *(_op(f"moe_experts_{scheme}", "moe:moe_experts_of_codes", f"codes:pack_{scheme}") for scheme in ("int4", "int8", "fp8")),
 )
 
 # ---------------------------------------------------------------- logits: sampling, penalties, log-probabilities
@@ -86,31 +86,45 @@ LINEAR: tuple[OpImpl, ...] = (  # a plain one is the library's
     _op("embedding", "linear_codes:embedding", "linear_codes:table"),
 )
 
+BY_DESCRIPTORS: tuple[OpImpl, ...] = tuple(  # with --triton-descriptors
+    _op(op, f"linear_tiles:linear_{kind}", f"linear_tiles:pack_{kind}", name="triton-descriptors", priority=PRIORITY + 1)
+    for op, kind in (("linear_w8a8", "int8"), ("linear_w8a8_fp8", "fp8"))
+)
+
 OPS: tuple[OpImpl, ...] = (*ELEMENTWISE, *MOE, *SAMPLING, *LINEAR)
 
+_ATTENTION = ("attention",)
+_EXPERTS = tuple(impl.op for impl in MOE if impl.op != "moe_topk")
+_CODES = ("linear_int4", "linear_int8", "linear_fp8", "lm_head")
+_EIGHT_BITS = ("linear_w8a8", "linear_w8a8_fp8")
+
 CHAPTERS: tuple[Chapter, ...] = (
-    Chapter("cache:write_kv_kernel", "launches.attention:write_kv"),
-    Chapter("qkv:qkv_kernel", "launches.attention:write_qkv"),
-    Chapter("attention_chunks:attend_chunks_kernel", "launches.attention:chunks", has_products=True),
-    Chapter("attention_chunks:attend_join_kernel", "launches.attention:join"),
-    Chapter("attention_decode:plan_decodes_kernel", "launches.attention:plan"),
-    Chapter("attention_decode:attend_split_kernel", "launches.attention:split", has_products=True),
-    Chapter("attention_decode:attend_prefix_kernel", "launches.attention:prefix", has_products=True),
-    Chapter("attention_decode:attend_merge_kernel", "launches.attention:merge"),
+    Chapter("cache:write_kv_kernel", "launches.attention:write_kv", _ATTENTION),
+    Chapter("qkv:qkv_kernel", "launches.attention:write_qkv", _ATTENTION),
+    Chapter("attention_chunks:attend_chunks_kernel", "launches.attention:chunks", _ATTENTION, has_products=True),
+    Chapter("attention_chunks:attend_join_kernel", "launches.attention:join", _ATTENTION),
+    Chapter("attention_decode:plan_decodes_kernel", "launches.attention:plan", _ATTENTION),
+    Chapter("attention_decode:attend_split_kernel", "launches.attention:split", _ATTENTION, has_products=True),
+    Chapter("attention_decode:attend_prefix_kernel", "launches.attention:prefix", _ATTENTION, has_products=True),
+    Chapter("attention_decode:attend_merge_kernel", "launches.attention:merge", _ATTENTION),
     *(
-        Chapter(f"elementwise:{name}_kernel", f"launches.elementwise:{name}")
-        for name in ("rms_norm", "fused_add_rms_norm", "layer_norm", "rotary", "activation")
+        Chapter(f"elementwise:{name}_kernel", f"launches.elementwise:{name}", (name,))
+        for name in ("rms_norm", "fused_add_rms_norm", "layer_norm", "rotary")
     ),
-    Chapter("moe:topk_kernel", "launches.moe:topk"),
-    *(Chapter(f"moe:{name}_kernel", "launches.moe:experts") for name in ("count_pairs", "place_pairs")),
-    *(Chapter(f"moe:{name}_kernel", "launches.moe:experts", has_products=True) for name in ("gate_up", "down")),
-    Chapter("moe:combine_kernel", "launches.moe:experts"),
-    Chapter("linear_codes:linear_kernel", "launches.linear:weight_only", has_products=True),
-    Chapter("linear_w8a8:round_rows_kernel", "launches.linear:eight_bits"),
-    Chapter("linear_w8a8:linear_8bit_kernel", "launches.linear:eight_bits", has_products=True),
-    *(Chapter(f"sampling:{name}_kernel", "launches.sampling:sample") for name in ("survey", "cut", "draw", "pick")),
-    *(Chapter(f"logits:{name}_kernel", "launches.sampling:apply_penalties") for name in ("count", "penalties")),
-    Chapter("logits:bias_kernel", "launches.sampling:apply_bias"),
-    Chapter("logits:mask_kernel", "launches.sampling:apply_mask"),
-    *(Chapter(f"logits:{name}_kernel", "launches.sampling:logprobs") for name in ("chunk_logprobs", "logprobs")),
+    Chapter("elementwise:activation_kernel", "launches.elementwise:activation", ("silu_and_mul", "gelu_and_mul", "activation")),
+    Chapter("moe:topk_kernel", "launches.moe:topk", ("moe_topk",)),
+    *(Chapter(f"moe:{name}_kernel", "launches.moe:experts", _EXPERTS) for name in ("count_pairs", "place_pairs")),
+    Chapter("moe:reorder_kernel", "launches.moe:scattered", ("moe_experts_int4", "moe_experts_int8")),
+    *(Chapter(f"moe:{name}_kernel", "launches.moe:experts", _EXPERTS, has_products=True) for name in ("gate_up", "down")),
+    Chapter("moe:combine_kernel", "launches.moe:experts", _EXPERTS),
+    Chapter("linear_codes:linear_kernel", "launches.linear:weight_only", _CODES, has_products=True),
+    Chapter("linear_w8a8:round_rows_kernel", "launches.linear:eight_bits", _EIGHT_BITS),
+    Chapter("linear_w8a8:linear_8bit_kernel", "launches.linear:eight_bits", _EIGHT_BITS, has_products=True),
+    Chapter("linear_tiles:linear_tiles_kernel", "launches.tiles:tiles", _EIGHT_BITS, has_products=True, has_copies=True),
+    *(Chapter(f"sampling:{name}_kernel", "launches.sampling:sample", ("sample",)) for name in ("survey", "cut")),
+    *(Chapter(f"sampling:{name}_kernel", "launches.sampling:sample", ("greedy", "sample")) for name in ("draw", "pick")),
+    *(Chapter(f"logits:{name}_kernel", "launches.sampling:apply_penalties", ("apply_penalties",)) for name in ("count", "penalties")),
+    Chapter("logits:bias_kernel", "launches.sampling:apply_bias", ("apply_bias",)),
+    Chapter("logits:mask_kernel", "launches.sampling:apply_mask", ("apply_mask",)),
+    *(Chapter(f"logits:{name}_kernel", "launches.sampling:logprobs", ("logprobs",)) for name in ("chunk_logprobs", "logprobs")),
 )

@@ -11,7 +11,7 @@ compiler while they are served.
 
 from __future__ import annotations
 
-NUMBERS = ("num_rows", "num_tokens", "rows", "tokens", "num_blocks", "length", "entries", "pairs", "tiles", "programs", "parts", "k", "stride_tr", "stride_ids",
+NUMBERS = ("num_rows", "num_tokens", "rows", "tokens", "num_blocks", "length", "entries", "pairs", "tiles", "programs", "parts", "k", "each", "stride_tr", "stride_ids",
            "stride_values", "stride_history")  # fmt: skip
 POINTERS = (
     # inputs of a step

@@ -78,6 +78,8 @@ class Compiled:
     shared: int  # bytes
     warps: int
     products: str  # the matrix instruction that it uses; "": none
+    copies: str  # "tma" where it copies tiles by descriptors
+    divided: bool  # warps have work of their own
     seconds: float = dataclasses.field(default=0.0, compare=False)
 
 
@@ -126,7 +128,8 @@ def compile_launch(chapter: registry.Chapter, launch: Launch, chip_name: str) ->
         launch.call()
     of = chapter.kernel.partition(":")[2]
     return [
-        Compiled(of, name, launch.model, launch.text, chip_name, *_used(made, chip_name), made.metadata.shared, made.metadata.num_warps, _products(made), seconds)
+        Compiled(of, name, launch.model, launch.text, chip_name, *_used(made, chip_name), made.metadata.shared, made.metadata.num_warps, _products(made),
+                 "tma" if "cp.async.bulk.tensor" in made.asm.get("ptx", "") else "", "ttg.warp_specialize" in made.asm["ttgir"], seconds)
         for (name, _), (made, seconds) in found.items()
     ]
 
@@ -168,10 +171,12 @@ def _products(made: Any) -> str:
 def launches(quick: bool = False, only: str = "", chips: tuple[str, ...] = CHIPS) -> Iterator[tuple[registry.Chapter, Launch, str]]:
     """Every launch of every chapter for every chip that it is for."""
     for chapter in registry.CHAPTERS:
+        if chapter.has_copies and not set(chips) & set(CHIPS):
+            continue
         module, _, name = chapter.launches.partition(":")
         for launch in getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)():
             if only in f"{chapter.kernel} {launch.model} {launch.text}" and (launch.quick or not quick):
-                yield from ((chapter, launch, chip) for chip in chips if chip in launch.chips or chip not in CHIPS)
+                yield from ((chapter, launch, chip) for chip in chips if chip in launch.chips or (chip not in CHIPS and not chapter.has_copies))
 
 
 def sample() -> Iterator[tuple[registry.Chapter, Launch, str]]:
@@ -197,6 +202,8 @@ def problems(chapter: registry.Chapter, launch: Launch, made: list[Compiled]) ->
             found.append(f"{where}: spills {one.spilled}")
         if one.kernel == of and chapter.has_products and not one.products and not launch.no_products:
             found.append(f"{where}: no matrix instruction")
+        if one.kernel == of and chapter.has_copies and not one.copies:
+            found.append(f"{where}: no copy by a descriptor")
     return found
 
 

@@ -36,10 +36,20 @@ def test_a_kernel_fits_a_page_and_says_what_it_is(name):
     assert node.end_lineno - node.lineno + 1 <= 80
     doc = ast.get_docstring(node) or ""
     assert re.match(r"Grid: \(.+?\)\. \S", doc)
-    for part in ("Reference: ", "Cost: ", "Bound: "):
-        assert re.search(rf"^{part}\S", doc, re.MULTILINE), part
-    for pointer in (arg.arg for arg in node.args.args if arg.arg.endswith("_ptr")):
+    notes = {part: re.search(rf"^{part}: (\S.*?)(?=^\w+: |\Z)", doc, re.MULTILINE | re.DOTALL) for part in ("Reference", "Cost", "Bound")}
+    assert all(notes.values()), notes
+    assert re.search(r"FLOP|operations", notes["Cost"][1]) and re.search(r"bytes|numbers|values", notes["Cost"][1]), "operations and what is moved"
+    assert re.search(r"memory|matrix units|latency|arithmetic|as `", notes["Bound"][1]), "which limit binds"
+    for pointer in (arg.arg for arg in node.args.args if arg.arg.endswith(("_ptr", "_desc"))):
         assert re.search(rf"\b{pointer}\b[^:]*: +\[", doc), f"{pointer} has no shape"
+    legend = ast.get_docstring(ast.parse((PACKAGE / f"{name.partition(':')[0]}.py").read_text(encoding="utf-8"))) or ""
+    for letter in set(re.findall(r"\b[A-Z]+\b", " ".join(re.findall(r"(?:_ptr|_desc)\b[^:\n]*: +\[(.*?)\]", doc)))):
+        assert re.search(rf"\b{letter}\b", legend) or re.search(rf"^[\w, ]*\b{letter}\b[\w, ]*:", doc, re.MULTILINE), f"{letter} is in no legend"
+
+
+def test_a_letter_that_stands_for_inputs_stands_for_nothing_else():
+    legends = [re.search(r"^Legend: (.*?)$\n\n", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL) for path in PACKAGE.glob("*.py")]
+    assert {word for legend in legends if legend for word in re.findall(r"\bK (\w+)", legend[1])} == {"inputs"}
 
 
 def test_the_page_is_made_of_these_sources():

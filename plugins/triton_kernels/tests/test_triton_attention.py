@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
@@ -17,7 +17,7 @@ from oarlock_triton_kernels import cache as stored
 from oarlock_triton_kernels.attention import TritonAttention
 from oarlock_triton_kernels.attention_chunks import attend_chunks, num_parts
 from oarlock_triton_kernels.attention_decode import LEAST_TILES, PREFIX_KEYS, attend_decodes, num_programs, plan_decodes
-from oarlock_triton_kernels.chip import Chip
+from oarlock_triton_kernels.chip import chip
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 32, 16
 
@@ -108,18 +108,18 @@ def test_alibi_and_sinks_of_chunks(name):
 
 
 @pytest.mark.parametrize("features", [{}, {**FEATURES["all"], "window": 600}, {"window": 530, "sinks": FEATURES["all"]["sinks"]}], ids=["plain", "all", "window"])
-def test_few_new_tokens_over_a_long_context_are_cut_into_parts(features):
+def test_few_new_tokens_over_a_long_context_are_cut_into_parts(features, launched):
     given, new = rows([1400, 700, 3], seed=5), [5, 9, 3]
     start = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
     query = torch.randn(18, HEADS, DIM, generator=torch.Generator().manual_seed(1))  # one token is padding
     assert num_parts(4 * KV_HEADS, given.tables.shape[1] * BLOCK) == 1, "more programs would do"
-    chips = Chip(units=100, shared_bytes=98_304, fp8=frozenset())
+    chips = replace(chip(), units=100)
     with mock.patch.object(attention_chunks, "chip", lambda: chips):
         assert num_parts(4 * KV_HEADS, given.tables.shape[1] * BLOCK) > 4
         out = attend_chunks(query, given.cache, given.tables, given.lens, start, max(new), 0.2, **features)
     for row, (at, count) in enumerate(zip(start.tolist(), new, strict=False)):
         check(out[at : at + count], dense(query[at : at + count], given.keys[row], given.values[row], 0.2, **features))
-    assert not out[17:].any()
+    assert not out[17:].any() and "attend_join_kernel" in launched
 
 
 def test_core_gives_the_slopes_by_its_parameters():
@@ -161,7 +161,7 @@ def test_a_prefix_that_rows_share_is_found(lens, shared, found):
 
 @pytest.mark.parametrize("features", [{}, {"slopes": FEATURES["alibi"]["slopes"], "sinks": FEATURES["sinks"]["sinks"], "softcap": 8.0}], ids=["plain", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_shared_prefix_changes_no_result(dtype, features):
+def test_a_shared_prefix_changes_no_result(dtype, features, launched):
     given = rows([LONG * BLOCK + n for n in (1, 40, 16, 9, 300, 3, 7)] + [0], LONG, dtype)
     query = torch.randn(8, HEADS, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
     plan = plan_decodes(given.tables, given.lens, BLOCK, DIM, dtype, None)
@@ -169,7 +169,7 @@ def test_a_shared_prefix_changes_no_result(dtype, features):
     out = attend_decodes(query, given.cache, plan, 0.2, **features)
     for row in range(7):
         check(out[row], dense(query[row : row + 1], given.keys[row], given.values[row], 0.2, **features)[0], 1e-9 if dtype == torch.float32 else 1e-4)
-    assert not out[7].any()
+    assert not out[7].any() and "attend_prefix_kernel" in launched
 
 
 def test_the_keys_of_a_shared_prefix_are_read_once_for_many_rows():

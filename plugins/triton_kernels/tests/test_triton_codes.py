@@ -60,6 +60,24 @@ def test_a_packed_weight_is_the_weight(scheme, form):
     assert torch.allclose(got, want.t()[:20], rtol=1e-6, atol=0)
 
 
+def test_experts_whose_groups_are_scattered_differ_in_their_runs_and_are_filled_up_to_the_longest():
+    """As the part that a rank holds of them: groups of other sizes in each expert."""
+    generator, experts, k = torch.Generator().manual_seed(10), 3, 2
+    each = [weight_of("int4", "scattered, uneven", generator) for _ in range(experts)]
+    each[1]["groups"][:] = torch.arange(IN_SIZE, dtype=torch.int32) // 64
+    w13 = {name: torch.stack([weight[name] for weight in each]) for name in each[0]}
+    packed = codes.pack_int4(w13)
+    assert packed.order.shape == (experts, packed.width) and {int((own < IN_SIZE).sum()) for own in packed.order} == {IN_SIZE}
+    w2 = {"codes": torch.randint(0, 256, (experts, IN_SIZE, 10), generator=generator, dtype=torch.uint8)}
+    w2["scales"] = torch.rand((experts, IN_SIZE, 1), generator=generator)
+    x, ids = torch.randn((7, IN_SIZE), generator=generator), torch.randint(0, experts, (7, k), generator=generator).to(torch.int32)
+    routing = (torch.rand((7, k), generator=generator), ids, torch.arange(7) != 3)
+    got = moe.moe_experts_of_codes(x, packed, codes.pack_int4(w2), *routing)
+    wide = [{name: tensor.double() if tensor.dtype == torch.float32 else tensor for name, tensor in weight.items()} for weight in (w13, w2)]
+    want = registry()["moe_experts_int4"].reference(x.double(), *wide, *routing)
+    assert ((got.double() - want) ** 2).mean() <= 1e-9 * (want**2).mean() and not got[3].any()
+
+
 def test_scales_are_kept_in_16_bits_only_where_that_keeps_each():
     weight = weight_of("int8", "one scale", torch.Generator().manual_seed(2))
     assert codes.pack_int8(weight).scales.dtype == torch.float32

@@ -101,8 +101,9 @@ def join() -> Iterator[Launch]:
 
 def plan() -> Iterator[Launch]:
     """With and without a look for a shared prefix."""
-    yield Launch(LLAMA.name, "64 decodes of 8k", partial(_decodes, LLAMA, 64, 8192, torch.bfloat16, None))
-    yield Launch(LLAMA.name, "1 decode of 8k", partial(_decodes, LLAMA, 1, 8192, torch.bfloat16, None))
+    for model in MODELS:
+        yield Launch(model.name, "64 decodes of 8k", partial(_decodes, model, 64, 8192, torch.bfloat16, None))
+        yield Launch(model.name, "1 decode of 8k", partial(_decodes, model, 1, 8192, torch.bfloat16, None))
 
 
 def split() -> Iterator[Launch]:
@@ -123,5 +124,7 @@ def prefix() -> Iterator[Launch]:
 
 
 def merge() -> Iterator[Launch]:
-    """One row whose context is cut for the whole chip."""
-    yield Launch(LLAMA.name, "1 decode of 8k", partial(_decodes, LLAMA, 1, 8192, torch.bfloat16, None))
+    """One row whose context is cut for the whole chip; many that may share a prefix."""
+    for model in MODELS:
+        for rows in (1, 64):
+            yield Launch(model.name, f"{rows} decode{'s' * (rows > 1)} of 8k", partial(_decodes, model, rows, 8192, torch.bfloat16, None))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import ModuleType
 
 import torch
 
@@ -43,7 +44,7 @@ def _multiplied(kind: str, run: int, zeros: bool, rows: int, outs: int, width: i
     return linear_codes.linear(meta(rows, width), weight(kind, outs, width, run, zeros=zeros))
 
 
-def _ends(model: Model) -> dict[str, tuple[int, int]]:
+def ends(model: Model) -> dict[str, tuple[int, int]]:
     """The first and the last of a layer's linears: the code of a scheme is the same for those between."""
     found = list(shapes(model).items())
     return dict((found[0], found[-1]))
@@ -51,7 +52,7 @@ def _ends(model: Model) -> dict[str, tuple[int, int]]:
 
 def _each(kind: str, run: int, quick: Model, zeros: bool = False) -> Iterator[Launch]:
     for model in MODELS:
-        for name, (outs, width) in (shapes if kind == "int4" and not zeros else _ends)(model).items():
+        for name, (outs, width) in (shapes if kind == "int4" and not zeros else ends)(model).items():
             for rows in ROWS:
                 call = partial(_multiplied, kind, run, zeros, rows, outs, width)
                 text = f"{kind}, {name}, {rows} rows" + (", zeros" if zeros else "")
@@ -70,16 +71,19 @@ def weight_only() -> Iterator[Launch]:
             yield Launch(model.name, f"head, {rows} rows", call, quick=model is LLAMA)
 
 
-def _both_rounded(kind: str, run: int, rows: int, outs: int, width: int) -> torch.Tensor:
-    multiply = linear_w8a8.linear_int8 if kind == "int8" else linear_w8a8.linear_fp8
-    return multiply(meta(rows, width), linear_w8a8.Packed8(weight(kind, outs, width, run), None))
+def both_rounded(module: ModuleType, kind: str, run: int, rows: int, outs: int, width: int) -> torch.Tensor:
+    """A linear of 8 bits by `linear_w8a8`, or by another module that has its functions."""
+    return getattr(module, f"linear_{kind}")(meta(rows, width), linear_w8a8.Packed8(weight(kind, outs, width, run), None))
+
+
+EIGHT_BITS = (("int8", 0, "outputs"), ("fp8", 128, "blocks"), ("fp8", 0, "outputs"))
 
 
 def eight_bits() -> Iterator[Launch]:
     """int8 with a scale an output, fp8 in blocks of 128 and with a scale an output; the activations' scales are of each token."""
-    for kind, run, scales in (("int8", 0, "outputs"), ("fp8", 128, "blocks"), ("fp8", 0, "outputs")):
+    for kind, run, scales in EIGHT_BITS:
         for model in MODELS:
-            for name, (outs, width) in _ends(model).items():
+            for name, (outs, width) in ends(model).items():
                 for rows in ROWS:
-                    call = partial(_both_rounded, kind, run, rows, outs, width)
+                    call = partial(both_rounded, linear_w8a8, kind, run, rows, outs, width)
                     yield Launch(model.name, f"{kind}, scales of {scales}, {name}, {rows} rows", call, quick=model is QWEN and name == "o" and rows != 32)

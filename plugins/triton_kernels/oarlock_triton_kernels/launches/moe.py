@@ -8,6 +8,7 @@ Never: computes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,10 +32,12 @@ def _routing(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return meta(*pairs, dtype=torch.float32), meta(*pairs, dtype=torch.int32), meta(tokens, dtype=torch.bool)
 
 
-def _of_codes(kind: str, run: int, tokens: int) -> torch.Tensor:
-    w13 = weight(kind, 2 * QWEN.intermediate, QWEN.hidden, run, QWEN.experts)
-    w2 = weight(kind, QWEN.hidden, QWEN.intermediate, run, QWEN.experts)
-    return getattr(moe, f"moe_experts_{kind}")(meta(tokens, QWEN.hidden), w13, w2, *_routing(tokens))
+def _of_codes(kind: str, run: int, tokens: int, *, ordered: bool = False) -> torch.Tensor:
+    sizes = ((2 * QWEN.intermediate, QWEN.hidden), (QWEN.hidden, QWEN.intermediate))
+    w13, w2 = (weight(kind, outs, width, run, QWEN.experts, zeros=ordered) for outs, width in sizes)
+    if ordered:
+        w13, w2 = (replace(of, order=meta(QWEN.experts, of.in_size, dtype=torch.int32)) for of in (w13, w2))
+    return moe.moe_experts_of_codes(meta(tokens, QWEN.hidden), w13, w2, *_routing(tokens))
 
 
 def experts() -> Iterator[Launch]:
@@ -45,3 +48,9 @@ def experts() -> Iterator[Launch]:
         yield Launch(QWEN.name, f"{tokens} tokens", call, quick=tokens != 1, spills=_SPILLS if tokens == 2048 else "")
         for kind, run in (("int4", 128), ("int8", 0), ("fp8", 128)):
             yield Launch(QWEN.name, f"{kind}, {tokens} tokens", partial(_of_codes, kind, run, tokens), quick=tokens == 64)
+
+
+def scattered() -> Iterator[Launch]:
+    """int4 in groups of 128 with zeros, in activation order, as gptq has them."""
+    for tokens in TOKENS:
+        yield Launch(QWEN.name, f"int4 in activation order, {tokens} tokens", partial(_of_codes, "int4", 128, tokens, ordered=True), quick=tokens == 64)
