@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
+from oarlock.backend_api import Capabilities
 from oarlock.backend_api.runtime import registry
 from oarlock.conformance import ops_level
 from oarlock_triton_kernels import cache, linear_tiles, linear_w8a8, plugin
@@ -70,3 +72,12 @@ def test_they_are_taken_by_name_alone_and_refused_where_there_are_no_descriptors
     for scheme in OPS:
         with pytest.raises(RuntimeError, match="--triton-descriptors: this device copies no tiles by descriptors"):
             getattr(linear_tiles, f"pack_{scheme}")(weight_of(scheme, 1))
+    without = SimpleNamespace(options={"triton_descriptors": True}, capabilities=Capabilities(triton=False))
+    with pytest.raises(RuntimeError, match="--triton-descriptors needs a device that runs Triton"):
+        plugin.kernels(without)
+
+
+@pytest.mark.parametrize(("typed", "settings", "problems"), [(True, None, 1), (True, {"quant_method": "compressed-tensors"}, 0), (False, None, 0)])
+def test_a_checkpoint_without_linears_of_8_bits_is_refused(typed, settings, problems):
+    config = SimpleNamespace(device=SimpleNamespace(options={"triton_descriptors": typed}))
+    assert len(plugin.check_model(SimpleNamespace(quantization_config=settings), config, None)) == problems
