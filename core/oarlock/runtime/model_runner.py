@@ -40,6 +40,7 @@ class RunnerLimits:
     num_blocks: int
     num_host_blocks: int
     max_logprobs: int  # -1: the whole vocabulary may be asked for
+    max_step_tokens: int = 0  # new tokens of a step, for warm-up; 0: not known
 
 
 class ModelRunner:

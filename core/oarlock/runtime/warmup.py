@@ -22,7 +22,7 @@ from oarlock.shapes import BIAS_BUCKET, StepKey
 
 log = logging.getLogger("oarlock.worker")
 SAY_S = 10.0  # between two words about how far it is
-SHORT_CHUNK, LONG_CHUNK = 8, 256  # tokens
+LONG_CHUNK = 256  # tokens
 
 
 def warm(runner: Any) -> None:
@@ -51,13 +51,14 @@ def warm(runner: Any) -> None:
 
 def _chunks(runner: Any) -> Iterator[StepKey]:
     """Steps without decodes: few rows and many, short chunks and long, short contexts and long. Kernels are chosen by these, and compiled when first used."""
-    most, size = runner.limits.max_num_seqs, runner.model.block_size
-    long = min(LONG_CHUNK, runner.limits.max_model_len)
-    widest = -(-runner.limits.max_model_len // size)
-    for rows, length in product(sorted({1, most}), sorted({min(SHORT_CHUNK, long), long})):
-        tokens = rows - 1 + length
-        for blocks in sorted({-(-length // size), widest}):
-            yield StepKey(tokens, rows, blocks, length, 0)
+    limits, size = runner.limits, runner.model.block_size
+    longest = min(max(LONG_CHUNK, limits.max_step_tokens), limits.max_model_len)
+    lengths = sorted({*(1 << n for n in range(3, longest.bit_length())), longest})
+    yield from (StepKey(length, 1, -(-length // size), length, 0) for length in lengths)
+    for rows, length in product(sorted({1, limits.max_num_seqs}), sorted({lengths[0], min(LONG_CHUNK, longest)})):
+        yield StepKey(rows - 1 + length, rows, -(-limits.max_model_len // size), length, 0)
+    if limits.max_num_seqs > 1:
+        yield StepKey(limits.max_num_seqs + 1, limits.max_num_seqs, 1, 2, 0)
 
 
 def _zeros(runner: Any, name: str, axes: dict[str, int]) -> dict[str, np.ndarray]:

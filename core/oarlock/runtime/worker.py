@@ -338,7 +338,8 @@ class Worker:
         """Allocate the KV cache with the agreed sizes and warm up. Returns (seconds, programs). Raises OutOfDeviceMemory."""
         started = time.monotonic()
         self.buckets = self._buckets(max_model_len)  # another rank's memory may have shortened the context
-        limits = RunnerLimits(self.config.scheduler.max_num_seqs, max_model_len, num_blocks, num_host_blocks, self.config.model.max_logprobs)
+        s, budget = self.config.scheduler, token_budget(self.config.scheduler, max_model_len)
+        limits = RunnerLimits(s.max_num_seqs, max_model_len, num_blocks, num_host_blocks, self.config.model.max_logprobs, budget)
         with self.device.context(), self._naming_memory(f"a KV cache of {num_blocks} blocks, and the largest step"):
             self.runner = self._make_runner(self.graph, limits)
             self.runner.warmup()
