@@ -59,7 +59,12 @@ class FlashInferAttention(Attention):
     ) -> Decodes | Chunks:
         if max_q == 1:
             return Decodes(block_tables.contiguous(), seq_lens.clamp(min=1), (seq_lens > 0)[:, None, None])
-        return Chunks(self._plan(block_tables.cpu(), seq_lens.cpu(), query_start_loc.cpu(), block_tables.device))
+        tables, lens, starts = block_tables.cpu(), seq_lens.cpu(), query_start_loc.cpu()
+        if not int(starts[-1]):  # a warm-up: rows without tokens. One of a few, over the null block, so that FlashInfer makes its kernels now
+            some = min(num_tokens, tables.shape[1] * self.block_size)
+            lens, starts = torch.zeros_like(lens), torch.full_like(starts, some)
+            lens[0], starts[0] = some, 0
+        return Chunks(self._plan(tables, lens, starts, block_tables.device))
 
     def _plan(self, tables: torch.Tensor, lens: torch.Tensor, query_starts: torch.Tensor, device: torch.device) -> Any:
         """FlashInfer's table of pages, row after row without gaps: where each row's begin, which they are, how full the last is."""

@@ -93,3 +93,15 @@ def test_a_layer_of_another_scale_and_padded_rows(stand_in):
         made.attend(query, cache, decodes, AttentionParams(2, 1, 64, 0.125, alibi_slopes=torch.ones(2)))
     copied = made.copy_blocks(cache, torch.tensor([1], dtype=torch.int32), torch.tensor([3], dtype=torch.int32))
     assert copied[0] is cache[0] and torch.equal(cache[1][3], cache[1][1])
+
+
+def test_a_warm_up_without_tokens_is_planned_as_a_step_with_some(stand_in):
+    from oarlock_flashinfer.paged import FlashInferAttention
+
+    made = FlashInferAttention(16, torch.float32, AttentionParams(2, 1, 64, 0.125))
+    tables, lens, starts = (torch.zeros(shape, dtype=torch.int32) for shape in ((2, 2), (2,), (3,)))
+    chunks = made.metadata(tables, lens, starts, 40, 41)
+    assert [row[:2] for row in chunks.wrapper.rows] == [(0, 32), (32, 32)] and chunks.wrapper.rows[0][3] == 32
+    assert not lens.any() and not starts.any()  # what it was given is as it was
+    cache = tuple(torch.zeros(shape) for shape in made.kv_layout(1))
+    assert made.attend(torch.zeros(41, 2, 64), cache, chunks, made.params).shape == (41, 2, 64)
