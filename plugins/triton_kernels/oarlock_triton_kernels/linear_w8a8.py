@@ -13,6 +13,8 @@ float8 in float32 over at most 128 inputs, after which they are added in float32
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,7 @@ from oarlock_triton_kernels.codes import INT8, PackedCodes
 from oarlock_triton_kernels.linear_codes import joined, launch_of
 from oarlock_triton_kernels.stepwise import STEPWISE
 
+log = logging.getLogger("oarlock.triton")
 _INT8, _E4M3 = tl.constexpr(INT8), tl.constexpr(E4M3)
 _TILE = 4096  # numbers of a program that rounds activations
 
@@ -45,10 +48,18 @@ def pack_int8(weight: dict[str, torch.Tensor]) -> Packed8:
 
 
 def pack_fp8(weight: dict[str, torch.Tensor]) -> Packed8 | dict[str, torch.Tensor]:
-    """Pack a w8a8_fp8 weight; one of runs that are none of 32, 64 and 128 is left as it is."""
+    """Pack a w8a8_fp8 weight; one of runs that are none of 32, 64 and 128 is left as it is, and that is logged."""
     count, width = weight["scales"].shape[-1], weight["codes"].shape[-1]
     packed = codes.pack_fp8(weight)
-    return Packed8(packed, weight.get("input_scale")) if packed.order is None and packed.run in (0, width // count) else weight
+    if packed.order is None and packed.run in (0, width // count):
+        return Packed8(packed, weight.get("input_scale"))
+    _say_left(width // count)
+    return weight
+
+
+@functools.cache
+def _say_left(run: int) -> None:
+    log.warning("float8 weights with a scale for %d columns are multiplied by the plain reference, slowly: kernels take 32, 64, 128 or all", run)
 
 
 @triton.jit(**STEPWISE)

@@ -116,6 +116,14 @@ def test_a_chip_with_products_of_8_bit_floats_computes_the_same(subject, passed,
     assert weight.weight.kind == cache.E4M3
 
 
+def test_a_float8_weight_whose_runs_no_kernel_takes_is_left_to_the_reference_and_that_is_logged(caplog):
+    weight = weight_of("fp8", "runs of 24", torch.Generator().manual_seed(11)) | {"scales": torch.rand(40, 8)}
+    assert linear_w8a8.pack_fp8(weight) is weight
+    assert "a scale for 24 columns are multiplied by the plain reference" in caplog.text
+    x = torch.randn((3, IN_SIZE), generator=torch.Generator().manual_seed(12))
+    assert torch.equal(linear_w8a8.linear_fp8(x, weight), registry()["linear_w8a8_fp8"].reference(x, weight))
+
+
 def test_a_weight_that_does_not_fit_is_named():
     weight = codes.pack_int8(weight_of("int8", "one scale", torch.Generator().manual_seed(6)))
     with pytest.raises(RuntimeError, match=r"x \[num_tokens, 160\] does not fit a weight of \[40, 192\]"):
