@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from oarlock.config.sections import ServerConfig
-from oarlock.server import body, connection
+from oarlock.server import body, connection, http
 from oarlock.server.errors import ApiError
 from oarlock.server.gate import send_error, send_json
 from oarlock.server.http import HttpServer
@@ -220,6 +221,18 @@ async def test_slow_reader_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         streams[1].transport.abort()
         async with asyncio.timeout(5):
             await app.gone.wait()
+
+
+async def test_client_that_reads_nothing_is_no_error_when_the_server_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(http, "FINISH_S", 0.3)
+    app = App()
+    async with serving(app) as connect:
+        logging.getLogger("uvicorn").addHandler(caplog.handler)
+        streams = await connect()
+        streams[1].transport.pause_reading()  # type: ignore[attr-defined]
+        streams[1].write(b"POST /flood HTTP/1.1\r\nhost: x\r\n\r\n")
+        await app.flooding.wait()
+    assert app.gone.is_set() and not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_what_has_arrived_is_answered_when_the_server_ends() -> None:

@@ -35,7 +35,7 @@ class HttpServer(uvicorn.Server):
         self._wake = asyncio.Event()
         settings = uvicorn.Config(
             app, http=Connection, lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=FINISH_S, ssl_keyfile=config.ssl_keyfile,
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=FINISH_S + 2, ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile, ssl_ca_certs=config.ssl_ca_certs, ssl_cert_reqs=config.ssl_cert_reqs,
         )  # fmt: skip
         _log_as_we_do(config.uvicorn_log_level)
@@ -72,7 +72,14 @@ class HttpServer(uvicorn.Server):
         greetings = [loop.create_task(loop.connect_accepted_socket(self._connection, peer, ssl=self.config.ssl)) for peer in waiting]
         if greetings:
             await asyncio.wait(greetings, timeout=FINISH_S)
+        end = loop.call_later(FINISH_S, self._hang_up)
         await super().shutdown(sockets)
+        end.cancel()
+
+    def _hang_up(self) -> None:
+        """Whoever has not read an answer by now does not. uvicorn would cancel its task, and write a traceback into the log for each."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def _empty(self, queue: socket.socket) -> Iterator[socket.socket]:
         """What has connected to `queue` and was not accepted yet; then close it."""
