@@ -186,12 +186,18 @@ def test_a_worker_that_dies_ends_every_request_and_the_server(start_server: Call
     server.wait_no_process(5)
 
 
-def test_https(start_server: Callable[..., RealServer], tmp_path: Path) -> None:
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """(key, certificate) for 127.0.0.1, signed by itself."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl command to make a certificate with")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    return key, certificate
+
+
+def test_https(start_server: Callable[..., RealServer], tmp_path: Path) -> None:
+    key, certificate = make_certificate(tmp_path)
     server = start_server(*NULL, "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), ready=False)
     with httpx.Client(base_url=server.base_url.replace("http", "https"), verify=ssl.create_default_context(cafile=str(certificate))) as http:
         wait_until(lambda: _status(http) == 200, 60)
@@ -199,6 +205,18 @@ def test_https(start_server: Callable[..., RealServer], tmp_path: Path) -> None:
         assert http.post(CMP, json=body).json()["usage"]["completion_tokens"] == 3
         assert http.post(CMP, json={**body, "stream": True}).text.endswith("data: [DONE]\n\n")
     wait_until(lambda: server.base_url.replace("http", "https") in server.output(), 2)
+
+
+def test_https_that_asks_clients_for_a_certificate(start_server: Callable[..., RealServer], tmp_path: Path) -> None:
+    key, certificate = make_certificate(tmp_path)
+    server = start_server(*NULL, "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), "--ssl-ca-certs", str(certificate), "--ssl-cert-reqs", "2", ready=False)
+    url, known, stranger = server.base_url.replace("http", "https"), *(ssl.create_default_context(cafile=str(certificate)) for _ in range(2))
+    known.load_cert_chain(certificate, key)
+    with httpx.Client(base_url=url, verify=known) as http:
+        wait_until(lambda: _status(http) == 200, 60)
+        assert http.get("/v1/models").status_code == 200
+    with httpx.Client(base_url=url, verify=stranger) as http:
+        assert _status(http) == 0, "a client without a certificate is not answered"
 
 
 def test_port_in_use_early(tiny_model: Path) -> None:

@@ -49,7 +49,10 @@ _REFUSED_BOTH = {
     "logits_processors": Refused("Logits processors run in the caller's process; use LLM.generate, logit_bias or allowed_token_ids."),
     "prompt_embeds": Refused(f"Prompt embeddings {_NOT_YET}; send text or token ids."),
     "lora_request": Refused(f"LoRA {_NOT_YET}."),
-    "kv_transfer_params": Refused(f"KV transfer {_NOT_YET}."),
+    **{name: Refused(f"KV transfer {_NOT_YET}.") for name in ("kv_transfer_params", "ec_transfer_params")},
+    "return_token_offsets": Refused("Offsets of tokens are not given; leave return_token_offsets out.", lambda value: value is False),
+    "return_mm_kwargs": Refused(f"Images and audio {_NOT_YET}; leave return_mm_kwargs out.", lambda value: value is True),
+    "routed_experts_prompt_start": Refused("Routed experts are not returned; leave the field out.", lambda value: value == 0 and value is not False),
     "prompt_cache_retention": Refused("Prefixes stay in memory as long as there is room.", lambda value: value == "in_memory"),
 }
 
@@ -117,7 +120,7 @@ TEMPLATE: dict[str, Kind] = {
 
 _TEMPLATE_REFUSED = {
     "documents": Refused(f"Documents for retrieval {_NOT_YET}; put the text into a message.", lambda value: value == []),
-    "mm_processor_kwargs": Refused(f"Images and audio {_NOT_YET}."),
+    **{name: Refused(f"Images and audio {_NOT_YET}.") for name in ("mm_processor_kwargs", "media_io_kwargs")},
 }
 
 COMPLETIONS = Table(
@@ -148,6 +151,9 @@ CHAT = Table(
         "modalities": Refused(f"Output other than text {_NOT_YET}.", lambda value: value == ["text"]),
         "prediction": Refused(f"Predicted output {_NOT_YET}."),
         "verbosity": Refused(f"verbosity {_NOT_YET}."),
+        "moderation": Refused(f"Moderation {_NOT_YET}."),
+        "prompt_cache_options": Refused("Prefixes are cached by themselves; leave prompt_cache_options out."),
+        "return_prompt_text": Refused("/v1/chat/completions/render answers with the prompt; leave return_prompt_text out.", lambda value: value is False),
         "web_search_options": Refused(f"Web search {_NOT_YET}."),
         "suffix": Refused("Chat has no suffix; leave it out."),
     },
