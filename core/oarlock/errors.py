@@ -9,7 +9,13 @@ A message says what happened, the offending value, the true limit and the remedy
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
+
+# How a package gets into this environment, as it is typed in this folder. An environment elsewhere is taken to be active: its path is nobody's affair.
+_python = sys.executable.removeprefix(os.environ.get("PWD", "") + os.sep)
+PIP = "pip install" if os.path.isabs(_python) else f"{_python} -m pip install"
 
 
 class OarlockError(Exception):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oarlock.errors import PIP
+
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -64,7 +66,7 @@ def install_command(source: str, release: str, checkout: Path) -> str:
     folder = checkout / source
     if (folder / "pyproject.toml").is_file():
         inside = Path.cwd() == checkout
-        return f"pip install ./{source}" if inside else f"pip install {folder}"
+        return f"{PIP} {f'./{source}' if inside else folder}"
     return release
 
 

@@ -150,7 +150,7 @@ def _from_cache(snapshot: Callable[[list[str]], str], weights: list[str], name: 
     at = f" at revision {revision}" if revision else ""
     raise ModelError(
         f"{what} {name}{at} was not fetched before, or not completely, and the hub is not to be used or cannot be reached; "
-        "unset HF_HUB_OFFLINE, check the network and HF_ENDPOINT, or give a local folder"
+        "unset HF_HUB_OFFLINE, check the network and HF_ENDPOINT, or give a local folder or .gguf file"
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from oarlock.config.sections import EngineConfig
-from oarlock.errors import InvalidParameter, NotBuilt
+from oarlock.errors import InvalidParameter, NotBuilt, OarlockError
 from oarlock.frontend.conversation import read_messages, text_of
 from oarlock.frontend.inputs import InputLimits, InputProcessor, default_sampling_fields
 from oarlock.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, exception_for
@@ -84,7 +85,10 @@ class LLM(PoolingMethods):
         for warning in resolved.warnings:
             log.warning("%s", warning)
         config = resolved.engine
-        launch = prepare(config)
+        try:
+            launch = prepare(config)
+        except OarlockError as error:  # whoever wrote this call is to see that line and the message, and not our own frames
+            raise error if os.environ.get("OARLOCK_TRACEBACK") else error.with_traceback(None) from None
         summary = launch.summary
         loaded = None
         if not config.model.skip_tokenizer_init:
@@ -358,7 +362,7 @@ class _Progress:
 
     def finish(self, delta: RequestOutput) -> None:
         if self._bar is not None:
-            self._tokens += delta.num_generated_tokens
+            self._tokens += delta.num_generated_tokens or len(delta.prompt_token_ids)  # a vector: the prompt is the work
             self._bar.set_postfix_str(f"{self._tokens / max(1e-9, time.monotonic() - self._start):.1f} tokens/s", refresh=False)
             self._bar.update(1)
 

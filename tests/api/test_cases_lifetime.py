@@ -326,6 +326,7 @@ def test_the_module_entry_point_a_unix_socket_and_json_logs(tiny_model: Path, tm
             lines = process.communicate(timeout=20)[1].splitlines()
     assert process.returncode == 0 and not path.exists()
     assert lines and all({"time", "level", "logger", "message"} <= set(json.loads(line)) for line in lines)
+    assert all(json.loads(line)["logger"].startswith("oarlock.") for line in lines), "the HTTP library's lines have our name, too"
 
 
 def _status(http: httpx.Client) -> int:

@@ -66,6 +66,8 @@ def problem(words: list[str]) -> str | None:
             folders = [w.partition("[")[0] for w in rest if w.startswith(("./", "."))]
             missing = [f for f in folders if not (ROOT / f / "pyproject.toml").is_file()]
             return f"nothing to install in {missing}" if missing else None
+        case ["python" | "python3", "-m", "pip", "install", *rest]:
+            return problem(["pip", "install", *rest])
         case ["python" | "python3", "-m", module, *_]:
             return None if importlib.util.find_spec(module) else f"no module {module}"
         case ["python" | "python3", script, *_] if script.endswith(".py"):
@@ -105,6 +107,7 @@ def test_commands_in_the_documents_exist():
         ("make test", False),
         ("pip install ./backends/nowhere", True),
         ("pip install ./backends/cpu", False),
+        ("python -m pip install ./plugins/nothing", True),
         ("oarlock srve x", True),
         ("oarlock serve x --prot 1", True),
         ("oarlock serve x --port 1", False),

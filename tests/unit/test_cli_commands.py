@@ -14,7 +14,7 @@ import pytest
 from oarlock.cli import devices, doctor, main, plan
 from oarlock.cli.main import COMMANDS
 from oarlock.cli.main import available as commands
-from oarlock.errors import BackendUnavailable, ConfigError
+from oarlock.errors import PIP, BackendUnavailable, ConfigError
 from oarlock.hints import Hint
 from plugin_fakes import HOST, broken, catalogue, device, driver_problem, hint, no_hardware
 
@@ -64,7 +64,7 @@ def test_an_unknown_command_suggests_one(argv: list[str], words: list[str], caps
 
 
 def test_a_command_of_a_plugin_that_is_not_here_names_it() -> None:
-    assert main._unknown("run-batch").endswith("the plugin oarlock-batches brings it, and is not installed (from a checkout: pip install ./plugins/batches)")
+    assert main._unknown("run-batch").endswith(f"the plugin oarlock-batches brings it, and is not installed (from a checkout: {PIP} ./plugins/batches)")
 
 
 def test_a_wrong_flag_is_one_line_and_exit_code_2(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 from oarlock.config.sections import EngineConfig, ModelConfig, SchedulerConfig
-from oarlock.errors import ConfigError, EngineDead, InvalidParameter, NotBuilt, OarlockError, PromptTooLong, WorkerError
+from oarlock.errors import ConfigError, EngineDead, InvalidParameter, ModelError, NotBuilt, OarlockError, PromptTooLong, WorkerError
 from oarlock.llm import LLM
 from oarlock.messages import EngineOutput, EngineOutputs, ErrorInfo, SchedulerStats
 from oarlock.offline_engine import OfflineEngine
@@ -390,6 +390,28 @@ def test_progress_bar_counts_finished_requests(capsys):
     assert [(b.total, b.count, b.closed) for b in made] == [(2, 2, True)]
     make().generate(["a", "b"])
     assert "2/2" in capsys.readouterr().err
+
+
+def test_the_progress_bar_of_vectors_counts_the_prompts_tokens():
+    said = []
+
+    class Bar:
+        def __init__(self, **settings): ...
+        def update(self, n): ...
+        def close(self): ...
+        def set_postfix_str(self, text, **kwargs):
+            said.append(float(text.removesuffix(" tokens/s")))
+
+    make().embed(["abc", "de"], use_tqdm=Bar)
+    assert len(said) == 2 and min(said) > 0
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_model_that_is_not_there_is_said_without_frames_of_ours(monkeypatch, whole):
+    monkeypatch.setenv("OARLOCK_TRACEBACK", "1" if whole else "")
+    with pytest.raises(ModelError, match="no such file or folder") as caught:
+        LLM("./nowhere")
+    assert (len(caught.traceback) > 2) is whole and caught.value.__cause__ is None
 
 
 # ---------------------------------------------------------------- end of life

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from oarlock.backend_api import DeviceSpec, ProbeResult
-from oarlock.errors import PluginError
+from oarlock.errors import PIP, PluginError
 from oarlock.hints import install_command, load_hints
 from oarlock.plugins import DEVICE_GROUP, PLUGIN_GROUP, apply_environment, collect, discover, hook_calls, select_device, worker_plugins
 from plugin_fakes import HOST, Dist, Entry, available, broken, catalogue, device, feature, module, nothing, raising
@@ -217,9 +217,9 @@ def test_the_command_is_printed_only_where_it_works(tmp_path: Path, monkeypatch:
     (tmp_path / "backends/fast").mkdir(parents=True)
     assert install_command("backends/fast", "", tmp_path) == ""  # a folder without a package
     (tmp_path / "backends/fast/pyproject.toml").touch()
-    assert install_command("backends/fast", "", tmp_path) == f"pip install {tmp_path}/backends/fast"
+    assert install_command("backends/fast", "", tmp_path) == f"{PIP} {tmp_path}/backends/fast"
     monkeypatch.chdir(tmp_path)
-    assert install_command("backends/fast", "", tmp_path) == "pip install ./backends/fast"
+    assert install_command("backends/fast", "", tmp_path) == f"{PIP} ./backends/fast"
 
 
 @pytest.mark.parametrize("name", ["cuda", "xpu", "neuron", "tpu"])
@@ -233,7 +233,7 @@ def test_the_known_devices_get_the_right_words_with_nothing_installed(tmp_path: 
         select_device(name, found)
     text = str(caught.value)
     if in_checkout:
-        assert text == f"--device {name}: oarlock-{name} is not installed. Install it: pip install {tmp_path}/backends/{name}"
+        assert text == f"--device {name}: oarlock-{name} is not installed. Install it: {PIP} {tmp_path}/backends/{name}"
     elif next(h.source for h in found.hints if h.device == name):
         assert text.endswith(f"is not installed; it lies in the source of Oarlock, in the folder backends/{name}") and "pip" not in text
     else:
@@ -251,7 +251,7 @@ def test_a_device_that_lies_in_the_source_is_never_called_not_yet_built(tmp_path
     assert message().endswith(f"is not installed; it lies in the source of Oarlock, in the folder {source}") and "pip" not in message()
     (tmp_path / source).mkdir(parents=True)
     (tmp_path / source / "pyproject.toml").touch()
-    assert message().endswith(f"is not installed. Install it: pip install {tmp_path}/{source}")
+    assert message().endswith(f"is not installed. Install it: {PIP} {tmp_path}/{source}")
 
 
 def test_the_host_hint_of_the_fakes_matches_the_real_one(tmp_path: Path) -> None:

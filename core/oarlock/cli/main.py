@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import oarlock
-from oarlock.errors import ConfigError, OarlockError, UnsupportedByBackend
+from oarlock.errors import PIP, ConfigError, OarlockError, UnsupportedByBackend
 
 # name -> ("module:function", one line). The function takes the arguments after the command and returns an exit code.
 # A command whose module is not there yet is neither listed nor found.
@@ -110,7 +110,7 @@ def _unknown(name: str) -> str:
 
     what, known = "option" if name.startswith("-") else "command", [*available(), *_plugin_commands()]
     if name in PLUGIN_COMMANDS:
-        return f"unknown command {name}; the plugin oarlock-{PLUGIN_COMMANDS[name]} brings it, and is not installed (from a checkout: pip install ./plugins/{PLUGIN_COMMANDS[name]})"
+        return f"unknown command {name}; the plugin oarlock-{PLUGIN_COMMANDS[name]} brings it, and is not installed (from a checkout: {PIP} ./plugins/{PLUGIN_COMMANDS[name]})"
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(known)}"
     return f"unknown {what} {name}; {hint}{installed().broken_text()}"

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from oarlock import extensions
 from oarlock.config.sections import EngineConfig
-from oarlock.errors import ConfigError, PluginError
+from oarlock.errors import PIP, ConfigError, PluginError
 from oarlock.messages import EngineOutputs
 
 log = logging.getLogger("oarlock.engine")
@@ -127,7 +127,7 @@ def make_feed(config: EngineConfig, device: str, own: dict[str, Sink] | None = N
     names = {part.name for _, part in extensions.parts("sink", device)}
     if config.observability.otlp_traces_endpoint is not None and "otel" not in names:
         option = "--otlp-traces-endpoint"
-        raise ConfigError(f"{option} needs a package that sends spans, and none is installed; run pip install ./plugins/otel", option=option)
+        raise ConfigError(f"{option} needs a package that sends spans, and none is installed; run {PIP} ./plugins/otel", option=option)
     sinks: dict[str, Sink] = dict(own or {})
     for plugin, part in extensions.parts("sink", device):
         factory = extensions.load(part)

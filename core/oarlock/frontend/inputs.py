@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Any
 
 from oarlock.config.sections import ModelConfig, ServerConfig
-from oarlock.errors import InvalidParameter, ModelError, PromptTooLong
+from oarlock.errors import PIP, InvalidParameter, ModelError, PromptTooLong
 from oarlock.messages import EngineInfo, EngineRequest
 from oarlock.model_summary import ModelSummary
 from oarlock.pooling_params import Pooler, PoolingParams
@@ -423,12 +423,12 @@ class InputProcessor:
         usable = [name for name, problem in states.items() if not problem]
         fault = None
         if wanted.backend is not None and wanted.backend not in usable:
-            why = states.get(wanted.backend) or f"no installed package has it; here are {', '.join(usable) or 'none'} (pip install ./plugins/structured_output)"
+            why = states.get(wanted.backend) or f"no installed package has it; here are {', '.join(usable) or 'none'} ({PIP} ./plugins/structured_output)"
             name = "guided_decoding_backend"
             raise InvalidParameter(f"{name} is {wanted.backend!r:.80}: {why}.", param=name, code="unsupported_field")
         if not usable:
             why = "; ".join(f"{name}: {problem}" for name, problem in states.items()) or "none is installed"
-            fault = f"it needs a package that constrains answers, and {why}; run pip install ./plugins/structured_output"
+            fault = f"it needs a package that constrains answers, and {why}; run {PIP} ./plugins/structured_output"
         elif self.tokenizer is None:
             fault = "a constraint is on text, and the tokenizer is off (skip_tokenizer_init); use allowed_token_ids"
         elif params.use_beam_search and not (params.stop_token_ids or (self.eos_token_ids and not params.ignore_eos)):

@@ -13,13 +13,13 @@ from typing import Protocol
 
 from oarlock import extensions
 from oarlock.config.sections import EngineConfig
-from oarlock.errors import ConfigError
+from oarlock.errors import PIP, ConfigError
 from oarlock.messages import ErrorInfo
 from oarlock.request import Branch, Request
 from oarlock.scheduler.stops import banned_tokens
 from oarlock.structured_outputs import StructuredOutputs
 
-INSTALL = "pip install ./plugins/structured_output"
+INSTALL = f"{PIP} ./plugins/structured_output"
 MOMENT_S = 0.003  # after a mask was asked for, how long a step that others wait for is held back for it
 EACH_S = 0.0003  # and for each that is outstanding, so that a batch stays together
 IDLE_S = 0.02  # how long at a time nothing else is looked at, where there is nothing else to do

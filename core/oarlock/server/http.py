@@ -108,3 +108,11 @@ def _log_as_we_do(level: str) -> None:
     logger.setLevel(LEVELS[level])
     logger.handlers = list(logging.getLogger("oarlock").handlers)
     logger.propagate = False
+    for name in ("uvicorn.error", "uvicorn.asgi"):
+        logging.getLogger(name).addFilter(_under_our_name)
+
+
+def _under_our_name(record: logging.LogRecord) -> bool:
+    """uvicorn logs whatever it does as `uvicorn.error`, and readers look for an error."""
+    record.name = "oarlock.server"
+    return True

@@ -14,7 +14,7 @@ from typing import Any
 from oarlock import extensions
 from oarlock.backend_api import Extension, ParserContext, Piece, TextParser
 from oarlock.config.sections import ServerConfig
-from oarlock.errors import ConfigError, PluginError
+from oarlock.errors import PIP, ConfigError, PluginError
 
 PROMPT_END = 256  # characters of the prompt that parsers are shown
 
@@ -45,7 +45,7 @@ def _load(flag: str | None, name: str | None, parts: Sequence[tuple[Any, Extensi
         return None
     part = extensions.find(parts[0][1].kind, name, device) if parts else None
     if part is None:
-        remedy = f"installed are {', '.join(known)}" if known else "none is installed; run pip install ./plugins/tool_parsers"
+        remedy = f"installed are {', '.join(known)}" if known else f"none is installed; run {PIP} ./plugins/tool_parsers"
         raise ConfigError(f"--{flag} {name}: there is no such parser; {remedy}", option=f"--{flag}")
     found = extensions.load(part)
     if not (isinstance(found, type) and issubclass(found, TextParser)):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from starlette.routing import BaseRoute, Route
 
+from oarlock.errors import PIP
 from oarlock.server.errors import ApiError
 
 # Beginning of a path -> what it asks for. None of them is in this version.
@@ -54,7 +55,7 @@ def no_such_route(routes: Sequence[BaseRoute], path: str) -> ApiError:
     known = _plain(routes)
     plugin = next((name for start, name in PLUGINS.items() if (path == start or path.startswith(start + "/")) and start not in known), None)
     if plugin is not None:
-        text = f"There is no route {shown} here: the plugin oarlock-{plugin} serves it, and is not installed, or was not when this server started (from a checkout: pip install ./plugins/{plugin})."
+        text = f"There is no route {shown} here: the plugin oarlock-{plugin} serves it, and is not installed, or was not when this server started (from a checkout: {PIP} ./plugins/{plugin})."
         return ApiError(404, text, code="not_found")
     near = _nearest(path[:200].rstrip("/"), list(known))
     hint = f" Did you mean {' or '.join(sorted(known[near]))} {near}?" if near else f" Routes are {', '.join(sorted(known))}."

@@ -7,6 +7,7 @@ Never: puts a prompt or an answer into a span.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 from urllib.parse import urlsplit
@@ -82,6 +83,8 @@ def attributes(record: Any, model: str) -> dict[str, Any]:
 
 def make_spans(endpoint: str, model: str) -> Spans:
     """The sink that sends to `endpoint`. Raises ValueError or ImportError with the remedy."""
+    logger = logging.getLogger("opentelemetry")  # what it says of a collector that does not answer has the form of all our lines
+    logger.handlers, logger.propagate = list(logging.getLogger("oarlock").handlers), False
     return Spans(BatchSpanProcessor(_exporter(endpoint)), model)
 
 

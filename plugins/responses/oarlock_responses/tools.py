@@ -66,13 +66,16 @@ def chat_format(text: Mapping[str, Any]) -> dict[str, Any]:
         if key != "format" and value is not None:
             raise bad(f"text.{key[:100]}", f"text.{key[:100]} is not served; leave it out.", "unsupported_field")
     form = text.get("format")
-    if form is None or form == {"type": "text"}:
+    if form is None:
         return {}
-    if form == {"type": "json_object"}:
-        return {"response_format": form}
-    if type(form) is not dict or form.get("type") != "json_schema":
-        raise bad("text.format", f'text.format is {show(form)}; its type must be "text", "json_object" or "json_schema", the last with name and schema.', "unsupported_field")
-    check_keys(form, _FORMAT_KEYS, "text.format", False)
+    if type(form) is not dict:
+        raise bad("text.format", f"text.format must be an object with a type, not {show(form)}.", "invalid_type")
+    kind = form.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise bad("text.format.type", f'text.format.type is {show(kind)}; it must be "text", "json_object" or "json_schema", the last with name and schema.', "unsupported_field")
+    check_keys(form, _FORMAT_KEYS if kind == "json_schema" else ("type",), "text.format", False)
+    if kind != "json_schema":
+        return {"response_format": form} if kind == "json_object" else {}
     return {"response_format": {"type": "json_schema", "json_schema": {key: form[key] for key in _FORMAT_KEYS[1:] if form.get(key) is not None}}}
 
 

@@ -150,7 +150,8 @@ async def test_formats_constrain_the_answer() -> None:
         await made(here, text={"format": {"type": "json_object"}})
         assert here.engine.submitted[-1].params.structured_outputs.json_object
         for wrong, param in (
-            ({"format": {"type": "grammar"}}, "text.format"), ({"format": {"type": "json_schema", "name": "s"}}, "text.format"), ({"format": {**form, "x": 1}}, "text.format.x"),
+            ({"format": {"type": "grammar"}}, "text.format.type"), ({"format": {}}, "text.format.type"), ({"format": 5}, "text.format"),
+            ({"format": {"type": "json_schema", "name": "s"}}, "text.format.schema"), ({"format": {"type": "json_object", "x": 1}}, "text.format.x"), ({"format": {**form, "schema": 5}}, "text.format.schema"), ({"format": {**form, "x": 1}}, "text.format.x"),
             ({"verbosity": "low"}, "text.verbosity"),
         ):  # fmt: skip
             refused(await create(here, text=wrong), param)
