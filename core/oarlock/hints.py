@@ -65,8 +65,7 @@ def install_command(source: str, release: str, checkout: Path) -> str:
     """How a package can be had here: from its folder `source` in the checkout, else from a release, else not at all ("")."""
     folder = checkout / source
     if (folder / "pyproject.toml").is_file():
-        inside = Path.cwd() == checkout
-        return f"{PIP} {f'./{source}' if inside else folder}"
+        return f"{PIP} {f'./{source}' if Path.cwd() == checkout else folder}"
     return release
 
 

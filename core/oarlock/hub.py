@@ -148,10 +148,8 @@ def _from_cache(snapshot: Callable[[list[str]], str], weights: list[str], name: 
         if not pattern or any(Path(folder).glob(pattern)):
             return folder
     at = f" at revision {revision}" if revision else ""
-    raise ModelError(
-        f"{what} {name}{at} was not fetched before, or not completely, and the hub is not to be used or cannot be reached; "
-        "unset HF_HUB_OFFLINE, check the network and HF_ENDPOINT, or give a local folder or .gguf file"
-    )
+    text = f"{what} {name}{at} was not fetched before, or not completely, and the hub is not to be used or cannot be reached"
+    raise ModelError(f"{text}; unset HF_HUB_OFFLINE, check the network and HF_ENDPOINT, or give a local folder or .gguf file")
 
 
 def _fetch_file(name: str, file: str, config: ModelConfig) -> str:

@@ -104,9 +104,7 @@ class LLM(PoolingMethods):
         llm._attach(lambda: client, summary, tokenizer, config)
         return llm
 
-    def _attach(
-        self, launch: Callable[[], InProcessClient], summary: ModelSummary, tokenizer: Any | None, config: EngineConfig | None
-    ) -> None:
+    def _attach(self, launch: Callable[[], InProcessClient], summary: ModelSummary, tokenizer: Any | None, config: EngineConfig | None) -> None:
         self.config = config
         self.summary = summary
         self._limits = InputLimits() if config is None else InputLimits.make(config.model)

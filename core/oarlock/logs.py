@@ -37,8 +37,7 @@ def configure_logging(config: ObservabilityConfig) -> None:
     root = logging.getLogger("oarlock")
     root.setLevel(LEVELS[config.log_level])
     root.propagate = False
-    for old in list(root.handlers):
-        root.removeHandler(old)
+    root.handlers.clear()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if config.log_json else _Text())
     root.addHandler(handler)

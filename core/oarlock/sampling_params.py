@@ -287,9 +287,7 @@ class SamplingParams:
             "min_tokens": _integer("min_tokens", self.min_tokens, 0),
             "logprobs": None if self.logprobs is None else _integer("logprobs", self.logprobs, -1),
             "prompt_logprobs": None if self.prompt_logprobs is None else _integer("prompt_logprobs", self.prompt_logprobs, -1),
-            "truncate_prompt_tokens": self.truncate_prompt_tokens
-            if self.truncate_prompt_tokens is None
-            else _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1 if self.truncate_prompt_tokens == -1 else 1),
+            "truncate_prompt_tokens": None if (cut := self.truncate_prompt_tokens) is None else _integer("truncate_prompt_tokens", cut, -1 if cut == -1 else 1),
         }
 
     def _switches(self) -> dict[str, Any]:
