@@ -122,7 +122,7 @@ def test_once_prints_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["top", "--once", "--interval", "0.1", "--url", url, "--api-key", "secret"]) == 0
         shown = capsys.readouterr().out
         assert "running 1" in shown and "between tokens" in shown and "generated -" not in shown
-        with pytest.raises(AnswerError, match="401: no key"):
+        with pytest.raises(AnswerError, match="401: no key \\(give the key with --api-key"):
             top.main(["--once", "--url", url])
 
 

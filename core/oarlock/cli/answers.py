@@ -100,6 +100,14 @@ def connection_settings(url: str, transport: type[Any] = httpx.HTTPTransport) ->
     return {"base_url": url, "trust_env": not is_loopback, "verify": url.startswith("https:")}
 
 
+def refused(url: str, status: int, body: bytes) -> AnswerError:
+    """What is raised for an answer that is no success."""
+    text = error_of_response(status, body)
+    if status == 401:
+        text += f" (give the key with --api-key, or in {KEY_VARIABLES[0]})"
+    return AnswerError(f"{url} answered {text}")
+
+
 def key_headers(typed: str | None) -> dict[str, str]:
     """The header with the key that was typed, else the environment's; {} without one.
 
@@ -132,7 +140,7 @@ class ServerSource(Source):
         with self._reporting():
             response = self._http.get("/v1/models", timeout=READ_S)
         if response.status_code != 200:
-            raise self._refused(response.status_code, response.content)
+            raise refused(self.url, response.status_code, response.content)
         try:
             return str(response.json()["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
@@ -147,7 +155,7 @@ class ServerSource(Source):
     def _stream(self, path: str, body: dict[str, Any]) -> Answer:
         with self._reporting(), self._http.stream("POST", path, json={**body, "stream": True}) as response:
             if response.status_code != 200:
-                raise self._refused(response.status_code, response.read())
+                raise refused(self.url, response.status_code, response.read())
             reader, is_done = EventReader(), False
             for piece in response.iter_bytes():
                 for payload in reader.feed(piece):
@@ -161,12 +169,6 @@ class ServerSource(Source):
                         yield chunk.text
             if not is_done:
                 raise AnswerError("the connection ended before the answer did")
-
-    def _refused(self, status: int, body: bytes) -> AnswerError:
-        text = error_of_response(status, body)
-        if status == 401:
-            text += f" (give the key with --api-key, or in {KEY_VARIABLES[0]})"
-        return AnswerError(f"{self.url} answered {text}")
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:

@@ -24,8 +24,8 @@ from oarlock.cli.answers import (
     base_url,
     connection_settings,
     key_headers,
+    refused,
 )
-from oarlock.cli.sse import error_of_response
 from oarlock.config.parser import Parser
 from oarlock.errors import ConfigError
 
@@ -89,7 +89,7 @@ def _look(http: httpx.Client, url: str) -> Page:
     except httpx.TransportError as error:
         raise AnswerError(f"the connection to {url} failed: {error or type(error).__name__}") from None
     if response.status_code != 200:
-        raise AnswerError(f"{url}{PAGE} answered {error_of_response(response.status_code, response.content)}")
+        raise refused(f"{url}{PAGE}", response.status_code, response.content)
     return Page.read(response.text)
 
 
