@@ -40,18 +40,18 @@ NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "
 
 FOREIGN = {**FOREIGN_NAMES, "bad_words_ids": "bad_words", "top_logprobs_num": "top_logprobs", "return_logprob": "logprobs", "inputs": "prompt"}
 
-_NOT_YET = "is not built in this version"
+_NOT_YET, _NOT_YET_THESE = "is not built in this version", "are not built in this version"
 _FUNCTIONS = Refused("This is the obsolete form of tool calling; send tools and tool_choice.", lambda value: value in ([], "none", "auto"))
 
 _REFUSED_BOTH = {
     **{name: Refused(f"This version does not have {what}; leave {name} out.", lambda value: value is False) for name, what in NOT_BUILT.items()},
     **{name: Refused(f"Here this is structured_outputs: {{\"{key}\": …}}.") for name, key in (("grammar", "grammar"), ("json_schema", "json"), ("regex", "regex"))},
     "logits_processors": Refused("Logits processors run in the caller's process; use LLM.generate, logit_bias or allowed_token_ids."),
-    "prompt_embeds": Refused(f"Prompt embeddings {_NOT_YET}; send text or token ids."),
+    "prompt_embeds": Refused(f"Prompt embeddings {_NOT_YET_THESE}; send text or token ids."),
     "lora_request": Refused(f"LoRA {_NOT_YET}."),
     **{name: Refused(f"KV transfer {_NOT_YET}.") for name in ("kv_transfer_params", "ec_transfer_params")},
     "return_token_offsets": Refused("Offsets of tokens are not given; leave return_token_offsets out.", lambda value: value is False),
-    "return_mm_kwargs": Refused(f"Images and audio {_NOT_YET}; leave return_mm_kwargs out.", lambda value: value is True),
+    "return_mm_kwargs": Refused(f"Images and audio {_NOT_YET_THESE}; leave return_mm_kwargs out.", lambda value: value is True),
     "routed_experts_prompt_start": Refused("Routed experts are not returned; leave the field out.", lambda value: value == 0 and value is not False),
     "prompt_cache_retention": Refused("Prefixes stay in memory as long as there is room.", lambda value: value == "in_memory"),
 }
@@ -104,7 +104,7 @@ COMMON: dict[str, Kind] = {
     "guided_whitespace_pattern": kinds.string,
     "guided_decoding_backend": kinds.string,
     "structural_tag": kinds.object_or_text,
-    **{name: kinds.anything for name in NO_EFFECT},
+    **{name: kinds.without_effect for name in NO_EFFECT},
 }
 
 TEMPLATE: dict[str, Kind] = {
@@ -119,8 +119,8 @@ TEMPLATE: dict[str, Kind] = {
 }
 
 _TEMPLATE_REFUSED = {
-    "documents": Refused(f"Documents for retrieval {_NOT_YET}; put the text into a message.", lambda value: value == []),
-    **{name: Refused(f"Images and audio {_NOT_YET}.") for name in ("mm_processor_kwargs", "media_io_kwargs")},
+    "documents": Refused(f"Documents for retrieval {_NOT_YET_THESE}; put the text into a message.", lambda value: value == []),
+    **{name: Refused(f"Images and audio {_NOT_YET_THESE}.") for name in ("mm_processor_kwargs", "media_io_kwargs")},
 }
 
 COMPLETIONS = Table(
@@ -227,8 +227,9 @@ def _unknown_text(name: str, table: Table) -> str:
 
 
 def json_schema(table: Table, names: Sequence[str]) -> dict[str, Any]:
-    """The table as OpenAPI sees it; `names`: of the models."""
+    """The table as OpenAPI sees it; `names`: of the models. `x-refused`: what is a 400 where it asks for something, and why."""
     return {
+        "x-refused": {name: refused.reason for name, refused in table.refused.items() if name not in table.fields},
         "type": "object",
         "properties": {name: {**kind.schema, "enum": list(names)} if name == "model" else kind.schema for name, kind in table.fields.items()},
         "required": list(table.required),

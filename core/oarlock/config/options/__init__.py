@@ -36,6 +36,10 @@ ELSEWHERE: dict[str, str] = {
     "tool-parser-plugin": "parsers come from installed packages (docs/plugins.md); name one with {tool-call-parser}",
     "reasoning-parser-plugin": "parsers come from installed packages (docs/plugins.md); name one with {reasoning-parser}",
     "request-rate": "the rate of requests belongs to the benchmark: oarlock bench serve --request-rate",
+    **dict.fromkeys(
+        ("runner", "task", "convert"),
+        "nothing is to be chosen: a server gives vectors and scores beside answers, as far as its model has them (docs/pooling.md); leave it out",
+    ),
     "temperature": "sampling belongs to the request: temperature in the request or in SamplingParams",
 }
 
