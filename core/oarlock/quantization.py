@@ -14,13 +14,13 @@ import pluggy
 
 from oarlock.backend_api import QuantizationMethod
 from oarlock.config.sections import ModelConfig
-from oarlock.errors import ConfigError, ModelError, PluginError
+from oarlock.errors import PIP, ConfigError, ModelError, PluginError
 from oarlock.model_summary import ModelSummary
 from oarlock.plugins import collect_named
 
 # Names that users bring along; those that no method here answers to are refused.
 KNOWN = ("aqlm", "awq", "bitsandbytes", "compressed-tensors", "deepspeedfp", "fp8", "gptq", "gptq_marlin", "gptq_marlin_24", "marlin", "squeezellm")
-_REMEDY = "take an unquantised checkpoint or a .gguf file of the model, or install a plugin that reads it"
+_REMEDY = f"take an unquantised checkpoint or a .gguf file of the model, or install a plugin that reads it, as {PIP} ./plugins/awq does for awq"
 
 _AT_LOAD = "oarlock.runtime.quantization.at_load:AtLoad"
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from oarlock.backend_api import ParserContext, TextParser
+from oarlock.errors import PIP
 from oarlock.frontend.chat import ChatTemplate
 from oarlock.sampling_params import SamplingParams
 from oarlock.server.errors import bad
@@ -122,7 +123,7 @@ def _check_parser(kind: str, state: ServerState, *, given: bool) -> None:
         text = f"tool_choice auto{default} needs a server started with --enable-auto-tool-choice and --tool-call-parser NAME; or send tool_choice none, required or a function."
         raise bad("tool_choice" if given else "tools", text, "unsupported_field")
     if kind == "required" and state.parsers.listed is None:
-        raise bad("tool_choice", "tool_choice required needs the package oarlock-tool-parsers on the server.", "unsupported_field")
+        raise bad("tool_choice", f"tool_choice required needs the package oarlock-tool-parsers on the server: run {PIP} ./plugins/tool_parsers there, and start it anew.", "unsupported_field")
 
 
 def constrain(params: SamplingParams, use: ToolUse, parsers: Parsers) -> SamplingParams:
