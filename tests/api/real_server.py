@@ -110,8 +110,14 @@ class RealServer:
         return pids
 
     def lasting_pids(self) -> list[int]:
-        """Without the processes of grammars, which come and go."""
-        return [pid for pid in self.session_pids() if b"oarlock_structured_output" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        """Without the processes of grammars, which come and go; one that is just ending has no command line any more."""
+        lasting = []
+        for pid in self.session_pids():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if command and b"oarlock_structured_output" not in command:
+                    lasting.append(pid)
+        return lasting
 
     def engine_pid(self) -> int:
         return next(pid for pid in self.session_pids() if b"oarlock.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes())
