@@ -16,6 +16,7 @@ from typing import Any
 # How a package gets into this environment, as it is typed in this folder. An environment elsewhere is taken to be active: its path is nobody's affair.
 _python = sys.executable.removeprefix(os.environ.get("PWD", "") + os.sep)
 PIP = "pip install" if os.path.isabs(_python) else f"{_python} -m pip install"
+CONTEXT_IS = "this model's maximum context length is"  # clients that shorten the conversation and try again look for these words
 
 
 class OarlockError(Exception):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import gen_backend_doc
 import pytest
 from oarlock.backend_api import Capabilities, Hooks, runtime
 from oarlock.backend_api.runtime import registry
@@ -36,21 +35,12 @@ def files() -> dict[str, str]:
 
 
 # ---------------------------------------------------------------- tables
-@pytest.fixture(scope="module")
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gen_backend_doc", ROOT / "tools" / "gen_backend_doc.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_the_tables_are_current():
+    assert text() == gen_backend_doc.render(text()), "run: python tools/gen_backend_doc.py"
 
 
-def test_the_tables_are_current(generator):
-    assert text() == generator.render(text()), "run: python tools/gen_backend_doc.py"
-
-
-def test_the_tables_are_whole(generator):
-    made = {name: generator.section(name) for name in generator.SECTION.findall(text())}
+def test_the_tables_are_whole():
+    made = {name: gen_backend_doc.section(name) for name in gen_backend_doc.SECTION.findall(text())}
     hooks = [name for name in vars(Hooks) if not name.startswith("_")]
     assert all(f"| `{name}(" in made["hooks"] for name in hooks)
     assert all(f"| `{name}`" in made["ops"] for name in registry())
@@ -60,9 +50,9 @@ def test_the_tables_are_whole(generator):
         assert len(members) >= 3 and all(f"def {name}(self" in made[base] for name in members)
 
 
-def test_a_stale_table_is_seen(generator):
+def test_a_stale_table_is_seen():
     changed = text().replace("| `kv_update` |", "| `kv_updates` |")
-    assert changed != text() and generator.render(changed) == generator.render(text())
+    assert changed != text() and gen_backend_doc.render(changed) == gen_backend_doc.render(text())
 
 
 # ---------------------------------------------------------------- what it says

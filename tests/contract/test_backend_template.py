@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import gen_backend_template
 import pytest
 from oarlock.backend_api import runtime
 from oarlock.cli import main, new_backend
@@ -20,33 +19,24 @@ from source_code import ROOT, packages_outside_core, python_files
 MINIMAL_LINES, COMPLETE_LINES = 150, 500
 
 
-@pytest.fixture
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gen_backend_template", ROOT / "tools" / "gen_backend_template.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(*command: str | Path, path: Path | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "2"} | ({} if path is None else {"PYTHONPATH": str(path)})
     return subprocess.run([sys.executable, "-m", *map(str, command)], capture_output=True, text=True, check=False, env=environment, cwd=cwd)
 
 
 # ---------------------------------------------------------------- one source
-def test_what_core_copies_is_the_package(generator):
-    assert new_backend.BUNDLE.read_text(encoding="utf-8") == generator.render(), "run: python tools/gen_backend_template.py"
+def test_what_core_copies_is_the_package():
+    assert new_backend.BUNDLE.read_text(encoding="utf-8") == gen_backend_template.render(), "run: python tools/gen_backend_template.py"
 
 
-def test_every_file_of_the_package_is_copied(generator):
+def test_every_file_of_the_package_is_copied():
     top = ROOT / "plugins" / "template_backend"
-    copied = {source for _, _, source in generator.files()}
+    copied = {source for _, _, source in gen_backend_template.files()}
     assert set(python_files(top)) | {top / "pyproject.toml", top / "README.md"} == copied
 
 
-def test_the_template_itself_is_the_copy_of_that_name(generator):
-    files = {path: source.read_text(encoding="utf-8") for kind, path, source in generator.files() if kind != "minimal"}
+def test_the_template_itself_is_the_copy_of_that_name():
+    files = {path: source.read_text(encoding="utf-8") for kind, path, source in gen_backend_template.files() if kind != "minimal"}
     assert {path: text.replace("oarlock-template-backend", "oarlock-template") for path, text in files.items()} == new_backend.render("template")
 
 

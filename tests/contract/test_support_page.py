@@ -6,10 +6,8 @@ import json
 import subprocess
 import sys
 
-from source_code import ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
 import gen_support
+from source_code import ROOT
 
 
 def test_the_support_page_is_up_to_date():

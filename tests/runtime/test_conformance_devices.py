@@ -7,12 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gen_support
 import pytest
 from oarlock.conformance import LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import gen_support
 
 # Level 5 of the simulated devices takes half a minute each: they are served in tests/e2e, and here with --full.
 RUNS = [("cpu", "0-5"), ("sim-eager", "0-4"), ("sim-static", "0-4"), ("template", "0-4")]

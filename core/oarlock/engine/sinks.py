@@ -124,12 +124,12 @@ def make_feed(config: EngineConfig, device: str, own: dict[str, Sink] | None = N
     Raises:
         PluginError: a plugin's observer cannot be made. ConfigError: none sends spans, and some were asked for.
     """
-    names = {part.name for _, part in extensions.parts("sink", device)}
-    if config.observability.otlp_traces_endpoint is not None and "otel" not in names:
+    parts = extensions.parts("sink", device)
+    if config.observability.otlp_traces_endpoint is not None and all(part.name != "otel" for _, part in parts):
         option = "--otlp-traces-endpoint"
         raise ConfigError(f"{option} needs a package that sends spans, and none is installed; run {PIP} ./plugins/otel", option=option)
     sinks: dict[str, Sink] = dict(own or {})
-    for plugin, part in extensions.parts("sink", device):
+    for plugin, part in parts:
         factory = extensions.load(part)
         try:
             made = factory(config)

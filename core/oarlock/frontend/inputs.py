@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Any
 
 from oarlock.config.sections import ModelConfig, ServerConfig
-from oarlock.errors import PIP, InvalidParameter, ModelError, PromptTooLong
+from oarlock.errors import CONTEXT_IS, PIP, InvalidParameter, ModelError, PromptTooLong
 from oarlock.messages import EngineInfo, EngineRequest
 from oarlock.model_summary import ModelSummary
 from oarlock.pooling_params import Pooler, PoolingParams
@@ -27,7 +27,6 @@ NOT_BUILT_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"
 
 CHECKPOINT_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
-CONTEXT_IS = "this model's maximum context length is"  # clients that shorten the conversation and try again look for these words
 PROBE_FROM = 16  # bytes of text for each token of the context, from which only the beginning is tokenised first
 CHARS_A_TOKEN = 32  # characters for each token of the context that may be tokenised though they need not fit it
 PROBE_SLACK = 256  # tokens by which the last word of a beginning may differ from the same word in the whole text

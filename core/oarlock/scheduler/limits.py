@@ -8,6 +8,7 @@ Never: looks at what is free now.
 from __future__ import annotations
 
 from oarlock.config.sections import SchedulerConfig
+from oarlock.errors import CONTEXT_IS
 from oarlock.kv.manager import KVCacheManager
 from oarlock.messages import ErrorInfo
 from oarlock.request import Request
@@ -41,8 +42,7 @@ class Limits:
         most = self._max_model_len - (1 if request.params.max_tokens != 0 and request.source.pooling is None else 0)
         if length > most:
             return ErrorInfo(
-                f"the prompt has {length} tokens, but at most {most} fit: this model's maximum context length is "
-                f"{self._max_model_len} tokens, output included; shorten it",
+                f"the prompt has {length} tokens, but at most {most} fit: {CONTEXT_IS} {self._max_model_len} tokens, output included; shorten it",
                 param="prompt", code="context_length_exceeded",
             )  # fmt: skip
         if not self._config.enable_chunked_prefill and length > self.whole:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from oarlock_pooling import routes
 from oarlock_pooling.embeddings import EMBEDDINGS
+from real_server import ok
 from toy_frontend import SUMMARY, ToyTokenizer
 from toy_server import MODEL, Toy, refused, strict, toy_server
 
@@ -29,9 +30,7 @@ async def create(here: Toy, **fields: Any) -> httpx.Response:
 
 
 async def made(here: Toy, **fields: Any) -> dict[str, Any]:
-    response = await create(here, **fields)
-    assert response.status_code == 200, response.text
-    return strict(response.text)
+    return ok(await create(here, **fields))
 
 
 def asked(here: Toy) -> Any:

@@ -11,6 +11,7 @@ import pytest
 from oarlock_pooling import routes
 from oarlock_pooling.classes import CLASSIFY
 from oarlock_pooling.scores import PAIRS, RERANK, SCORE
+from real_server import ok
 from toy_frontend import SUMMARY
 from toy_server import MODEL, Toy, refused, strict, toy_server
 
@@ -30,9 +31,7 @@ async def post(here: Toy, path: str, **fields: Any) -> httpx.Response:
 
 
 async def made(here: Toy, path: str, **fields: Any) -> dict[str, Any]:
-    response = await post(here, path, **fields)
-    assert response.status_code == 200, response.text
-    return strict(response.text)
+    return ok(await post(here, path, **fields))
 
 
 def read(here: Toy) -> list[str]:

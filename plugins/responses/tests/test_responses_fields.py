@@ -15,6 +15,7 @@ from oarlock_responses import routes
 from oarlock_responses.fields import CREATE, LOGPROBS, REFUSED
 from oarlock_responses.shape import Draft
 from oarlock_responses.store import Store
+from real_server import ok
 from toy_frontend import says
 from toy_server import MODEL, Toy, named_events, refused, strict, toy_server
 
@@ -35,9 +36,7 @@ async def create(here: Toy, **fields: Any) -> httpx.Response:
 
 
 async def made(here: Toy, **fields: Any) -> dict[str, Any]:
-    response = await create(here, **fields)
-    assert response.status_code == 200, response.text
-    return strict(response.text)
+    return ok(await create(here, **fields))
 
 
 def prompt_of(here: Toy) -> str:

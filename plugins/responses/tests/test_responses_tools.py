@@ -10,8 +10,9 @@ import openai
 import pydantic
 import pytest
 from oarlock_responses import routes
+from real_server import ok
 from toy_frontend import says
-from toy_server import MODEL, Toy, named_events, refused, strict, toy_server
+from toy_server import MODEL, Toy, named_events, refused, toy_server
 
 pytestmark = pytest.mark.asyncio
 
@@ -36,9 +37,7 @@ async def create(here: Toy, **fields: Any) -> httpx.Response:
 
 
 async def made(here: Toy, **fields: Any) -> dict[str, Any]:
-    response = await create(here, **fields)
-    assert response.status_code == 200, response.text
-    return strict(response.text)
+    return ok(await create(here, **fields))
 
 
 def prompt(here: Toy) -> str:
